@@ -1,0 +1,145 @@
+"""Assembly: from a configuration to the parts of an engine, sized for this machine.
+
+Owns the resolving of sizes (bytes, or shares of what is free), the sums that must fit and the report of what was made.
+Called once by the engine, before its thread starts; raises ConfigError and CheckpointError with a way out.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from kvtier.attention import make_backend
+from kvtier.block import KVLayout, Tier
+from kvtier.config import EngineConfig
+from kvtier.demotion import NvmePolicy
+from kvtier.errors import ConfigError, ShelfError
+from kvtier.eviction import POLICIES
+from kvtier.metrics import Metrics
+from kvtier.models.decoder import Decoder, load_decoder
+from kvtier.models.ops import make_ops
+from kvtier.namespace import namespace_digest
+from kvtier.shelf import Shelf, free_disk_bytes, open_dram_shelf, open_nvme_shelf
+from kvtier.store import Store
+from kvtier.tiers.hbm import HbmArena
+from kvtier.tiers.memory import free_memory_bytes
+from kvtier.tokens import Tokenizer
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What an engine is made of."""
+
+    decoder: Decoder
+    tokenizer: Tokenizer | None
+    store: Store
+    namespace: bytes
+    context: int
+    """Longest prompt + answer in tokens, by model and configuration."""
+
+
+def assemble(
+    config: EngineConfig,
+    metrics: Metrics,
+    wake: Callable[[], None],
+    progress: Callable[[int, int], None] | None = None,
+) -> Parts:
+    """Load the model, allocate HBM, open the shelves. `wake` is called from workers when a transfer has ended."""
+    threads = config.threads or os.cpu_count() or 1
+    torch.set_num_threads(threads)
+    tokenizer = Tokenizer.load(config.model)
+    decoder = load_decoder(
+        config.model,
+        config.dtype,
+        config.block_tokens,
+        make_backend(config.attention, threads),
+        make_ops(config.attention, threads),
+        progress,
+        tokenizer.vocab_limit if tokenizer else None,
+    )
+    layout = decoder.layout
+    context = min(decoder.config.context, config.context or decoder.config.context)
+    namespace = namespace_digest(decoder.weights_digest, decoder.config.architecture(), layout)
+    arena = HbmArena(layout, _hbm_slot_count(config, layout))
+    store = Store(
+        layout,
+        arena,
+        POLICIES[config.eviction](),
+        metrics,
+        NvmePolicy(config.tiers.nvme.policy),
+        config.tiers.fetch_deadline_s,
+    )
+    try:
+        _add_shelves(store, config, layout, namespace, wake)
+    except BaseException:
+        store.close(0.0)
+        raise
+    _report(config, decoder, store, context)
+    return Parts(decoder, tokenizer, store, namespace, context)
+
+
+def _hbm_slot_count(config: EngineConfig, layout: KVLayout) -> int:
+    budget = _resolve(config.tiers.hbm.bytes, free_memory_bytes())
+    slot_count = budget // layout.row_bytes
+    if slot_count < 2:
+        raise ConfigError(
+            f"tiers.hbm.bytes: {budget} bytes hold {slot_count} blocks of {config.block_tokens} tokens, at least 2 are "
+            f"needed; set it to {2 * layout.row_bytes} or more, or lower block_tokens"
+        )
+    return slot_count
+
+
+def _add_shelves(
+    store: Store, config: EngineConfig, layout: KVLayout, namespace: bytes, wake: Callable[[], None]
+) -> None:
+    dram_bytes = _resolve(config.tiers.dram.bytes, free_memory_bytes())
+    if dram_bytes:
+        store.add_shelf(open_dram_shelf(layout, namespace, dram_bytes, config.io, wake))
+    nvme = config.tiers.nvme
+    if not nvme.bytes:
+        return
+    assert nvme.path is not None
+    path: Path = nvme.path
+
+    def opener(wait_s: float = 0.0) -> Shelf | None:
+        try:
+            return open_nvme_shelf(layout, namespace, path, nvme_bytes, config.io, wake, wait_s)
+        except ShelfError as error:
+            _log.warning("serving without the NVMe shelf, trying again: %s", error)
+            return None
+
+    nvme_bytes = _resolve(nvme.bytes, free_disk_bytes(path))
+    shelf = opener(nvme.wait_s)
+    if shelf is None:
+        store.retry_later(Tier.NVME, opener)
+    else:
+        store.add_shelf(shelf)
+
+
+def _resolve(size: int | float, free: int) -> int:
+    """Bytes of a configured size: itself, or that share of what is free."""
+    return int(size * free) if isinstance(size, float) else size
+
+
+def _report(config: EngineConfig, decoder: Decoder, store: Store, context: int) -> None:
+    layout = store.layout
+    slots = ", ".join(f"{name} {count} blocks" for name, count in store.capacities().items())
+    _log.info(
+        "%s %s, %d layers, context %d, attention %s; block %d tokens = %d bytes (%d a token); %s",
+        decoder.config.family,
+        layout.dtype,
+        layout.layers,
+        context,
+        config.attention,
+        layout.block_tokens,
+        layout.row_bytes,
+        layout.token_bytes,
+        slots,
+    )

@@ -1,0 +1,77 @@
+"""`scripts/serve`: the Triton server on a model repository, supervised until a signal ends it.
+
+Options it does not know go to tritonserver as they are. Knows no torch and no engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from pathlib import Path
+
+from kvtier.errors import KvtierError
+from kvtier.serving import Ports, ServerOptions, TritonServer, Watch
+
+EPILOG = "Every other option goes to tritonserver, for example --model-config-name=vllm or --log-verbose=1."
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run until SIGTERM or SIGINT; a second signal ends it at once. The exit status is 0 after a clean stop."""
+    server = TritonServer(parse(arguments))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: server.request_stop())
+    try:
+        server.start()
+    except KvtierError as error:
+        _report(str(error))
+        return 0 if server.stop_requested.is_set() else 1
+    try:
+        _report(f"ready: gRPC {server.grpc_url}, HTTP {server.http_url}, metrics {server.metrics_url}")
+        Watch(server, _report).run()
+    finally:
+        asked = server.stop_requested.is_set()
+        status = server.stop()
+    if not asked:
+        _report(f"tritonserver ended on its own with status {status}")
+    return 0 if asked and status == 0 else 1
+
+
+def parse(arguments: list[str] | None) -> ServerOptions:
+    """The options of the command line; exits with a message if they are wrong."""
+    parser = argparse.ArgumentParser(prog="scripts/serve", description=__doc__, epilog=EPILOG, allow_abbrev=False)
+    parser.add_argument("--root", type=Path, default=Path(), help=argparse.SUPPRESS)
+    parser.add_argument("--model-repository", type=Path, help="folder of models (default: model_repository)")
+    parser.add_argument("--http-port", type=int, default=Ports().http)
+    parser.add_argument("--grpc-port", type=int, default=Ports().grpc)
+    parser.add_argument("--metrics-port", type=int, default=Ports().metrics)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override an engine.yaml key")
+    parser.add_argument(
+        "--exit-timeout-secs",
+        type=int,
+        default=ServerOptions().exit_timeout_s,
+        help="how long a stop waits for answers in flight (default: %(default)s)",
+    )
+    known, extra = parser.parse_known_args(arguments)
+    overrides = {}
+    for item in known.set:
+        key, equals, value = item.partition("=")
+        if not equals or not key:
+            parser.error(f"--set: must be KEY=VALUE, got {item!r}")
+        overrides[key] = value
+    return ServerOptions(
+        repository=known.model_repository or known.root / "model_repository",
+        ports=Ports(known.http_port, known.grpc_port, known.metrics_port),
+        overrides=overrides,
+        server_directory=known.root / ".cache" / "triton",
+        exit_timeout_s=known.exit_timeout_secs,
+        extra_arguments=tuple(extra),
+    )
+
+
+def _report(line: str) -> None:
+    print(f"kvtier serve: {line}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

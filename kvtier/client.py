@@ -1,0 +1,145 @@
+"""A small gRPC client of a served model: one stream a request, so that closing the iterator cancels it.
+
+Used by `kvtier smoke`, the quickstart and the server tests; not by the engine. Needs the optional `tritonclient`, which
+is imported when a `Client` is made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from kvtier.errors import KvtierError
+
+INPUT_TYPES = {
+    "text_input": "BYTES",
+    "input_ids": "INT32",
+    "stream": "BOOL",
+    "max_tokens": "INT32",
+    "sampling_parameters": "BYTES",
+    "stop": "BYTES",
+    "chat": "BYTES",
+    "cache_salt": "BYTES",
+    "exclude_input_in_output": "BOOL",
+    "return_finish_reason": "BOOL",
+    "return_num_input_tokens": "BOOL",
+    "return_num_output_tokens": "BOOL",
+}
+"""Inputs of our models and their types on the wire."""
+_NUMPY_TYPES: dict[str, type] = {"BYTES": np.object_, "INT32": np.int32, "BOOL": np.bool_}
+
+
+class ServerError(KvtierError):
+    """The server answered with an error; `status` is the gRPC status name, such as `INVALID_ARGUMENT`."""
+
+    def __init__(self, status: str, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """One response: every output the server sent, by name, as Python values; a list of one stands bare."""
+
+    outputs: dict[str, Any]
+
+    @property
+    def text(self) -> str:
+        """`text_output`, empty if there is none."""
+        return str(self.outputs.get("text_output", ""))
+
+
+class Client:
+    """A connection to one model. `infer` may be called from several threads."""
+
+    def __init__(self, url: str, model: str, timeout_s: float = 60.0) -> None:
+        """Connect to `url` (HOST:PORT of gRPC) and read the model's shapes. Raises ServerError."""
+        import tritonclient.grpc as grpc
+
+        self._grpc = grpc
+        self._url = url
+        self._model = model
+        self._client = grpc.InferenceServerClient(url)
+        try:
+            config = self._client.get_model_config(model, client_timeout=timeout_s).config
+        except grpc.InferenceServerException as error:
+            self._client.close()
+            raise _server_error(error) from None
+        self._batched = config.max_batch_size > 0
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._client.close()
+
+    def infer(
+        self, inputs: dict[str, object], *, priority: int = 0, timeout_s: float | None = None
+    ) -> Iterator[Response]:
+        """Send one request and yield its responses until the last; closing the iterator cancels the request.
+
+        Values are bool, int, str or lists of int or str. Raises ServerError, also for no answer within `timeout_s`.
+        """
+        grpc = self._grpc
+        answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
+        client = grpc.InferenceServerClient(self._url)
+        try:
+            client.start_stream(
+                lambda result, error: answers.put((result, error)),
+                stream_timeout=timeout_s,
+                headers={"triton_grpc_error": "true"},  # without it errors in a stream carry no status
+            )
+            # When the stream has failed already, this refuses without the reason, which then waits in `answers`.
+            with contextlib.suppress(grpc.InferenceServerException):
+                client.async_stream_infer(
+                    self._model,
+                    [self._tensor(name, value) for name, value in inputs.items()],
+                    priority=priority,
+                    enable_empty_final_response=True,
+                )
+            while True:
+                result, error = answers.get()
+                if error is not None:
+                    raise _server_error(error)
+                answer = result.get_response()
+                if answer.outputs:
+                    yield Response({output.name: _value(result.as_numpy(output.name)) for output in answer.outputs})
+                if answer.parameters["triton_final_response"].bool_param:
+                    return
+        finally:
+            client.stop_stream(cancel_requests=True)
+            client.close()
+
+    def _tensor(self, name: str, value: object) -> Any:
+        wire_type = INPUT_TYPES[name]
+        values = value if isinstance(value, (list, tuple)) else [value]
+        encoded = [item.encode() if isinstance(item, str) else item for item in values]
+        array: Any = np.array(encoded, dtype=_NUMPY_TYPES[wire_type])
+        if self._batched:
+            array = array.reshape(1, -1)
+        tensor = self._grpc.InferInput(name, list(array.shape), wire_type)
+        tensor.set_data_from_numpy(array)
+        return tensor
+
+
+def _value(array: Any) -> object:
+    """A tensor as Python values: bytes become str, one element stands alone."""
+    values = [item.decode(errors="replace") if isinstance(item, bytes) else item for item in array.reshape(-1).tolist()]
+    return values[0] if len(values) == 1 else values
+
+
+def _server_error(error: Any) -> ServerError:
+    status = str(error.status() or "").removeprefix("StatusCode.")
+    return ServerError(status, error.message())

@@ -1,0 +1,244 @@
+"""The engine's one configuration: `engine.yaml` read into typed, frozen models.
+
+Owns every key, its unit, default and bounds, and the only look at the environment. Unknown keys, bad units and
+impossible values are `ConfigError`s that name the key, the value and the way out. Knows no model, allocates nothing.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal, Union, get_origin
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from kvtier.errors import ConfigError
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def parse_bytes(value: object) -> int | float:
+    """A size: whole bytes, text such as `512MiB`, or a share of what is free (a float above 0 and below 1)."""
+    if isinstance(value, bool):
+        raise ValueError("is a size such as 512MiB, or a share of what is free such as 0.5")
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*([A-Za-z]*)\s*", value)
+        if match is None or match[2].upper() not in _UNITS:
+            raise ValueError(
+                "is a size such as 512MiB (B, KiB .. TiB, KB .. TB) or a share of what is free such as 0.5"
+            )
+        number = float(match[1])
+        value = number if match[2] == "" and "." in match[1] else int(number * _UNITS[match[2].upper()])
+    if isinstance(value, float):
+        if 0 < value < 1:
+            return value
+        if not value.is_integer():
+            raise ValueError("a share of what is free lies above 0 and below 1; a size needs a unit, such as 512MiB")
+        value = int(value)
+    if not isinstance(value, int) or not 0 <= value <= 2**50:
+        raise ValueError("is a size from 0 to 1024TiB, such as 512MiB")
+    return value
+
+
+Bytes = Annotated[Union[int, float], BeforeValidator(parse_bytes)]  # noqa: UP007 (pydantic on 3.10)
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class HbmConfig(_Section):
+    """The tier attention computes on. On a CPU-only machine: an arena of host memory with this budget."""
+
+    bytes: Bytes = "512MiB"  # type: ignore[assignment]
+
+
+class DramConfig(_Section):
+    """The DRAM shelf; 0 turns it off."""
+
+    bytes: Bytes = "1GiB"  # type: ignore[assignment]
+
+
+class NvmeConfig(_Section):
+    """The NVMe shelf; 0 bytes turn it off. `path` is the cache directory (0700, one engine at a time)."""
+
+    bytes: Bytes = 0
+    path: Path | None = None
+    policy: Literal["through", "selective", "back"] = "through"
+    """When rows are written: once sealed, once used again, or when DRAM lets them go."""
+    wait_s: float = Field(10.0, ge=0, le=600)
+    """How long to wait at start for another engine to leave the cache directory."""
+
+
+class TiersConfig(_Section):
+    """Budgets of the three tiers and the deadline of a wait on a shelf."""
+
+    hbm: HbmConfig = HbmConfig()
+    dram: DramConfig = DramConfig()
+    nvme: NvmeConfig = NvmeConfig()
+    fetch_deadline_s: float = Field(5.0, gt=0, le=600)
+    """A promotion that takes longer counts as a miss: its tokens are computed."""
+
+
+class IoConfig(_Section):
+    """The I/O engine of the shelves."""
+
+    engine: Literal["threads"] = "threads"
+    readers: int = Field(4, ge=1, le=64)
+    writers: int = Field(2, ge=1, le=64)
+    in_flight_max: int = Field(256, ge=1, le=65536)
+    """Rows in transfer at once, per shelf and direction."""
+
+
+class SchedulerConfig(_Section):
+    """What one step may hold and how many requests may wait."""
+
+    step_tokens: int = Field(512, ge=1, le=65536)
+    """Token budget of a step: one for each decoding sequence, the rest for prefill chunks."""
+    sequences_max: int = Field(64, ge=1, le=4096)
+    """Sequences that run at once."""
+    queue_max: int = Field(1024, ge=1, le=1_000_000)
+    """Requests that may wait; more are answered UNAVAILABLE."""
+
+
+class EngineConfig(_Section):
+    """Everything an engine needs to know. Load with `EngineConfig.load`, override any key by its dotted name."""
+
+    model: Path
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: Literal["cpu"] = "cpu"
+    block_tokens: Literal[8, 16, 32, 64, 128] = 32
+    context: int | None = Field(None, ge=1, le=2**24)
+    """Longest prompt + answer in tokens; None: what the model was trained for."""
+    max_tokens_default: int = Field(1024, ge=1, le=2**24)
+    """Cap of an answer whose request gives no max_tokens."""
+    attention: Literal["auto", "native", "reference"] = "auto"
+    eviction: Literal["lru"] = "lru"
+    threads: int | None = Field(None, ge=1, le=1024)
+    """CPU threads of kernels and matrix products; None: one per core."""
+    senders: int = Field(2, ge=1, le=8)
+    """Threads that hand events to callers, off the engine thread."""
+    tiers: TiersConfig = TiersConfig()
+    io: IoConfig = IoConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+
+    @classmethod
+    def load(cls, path: str | Path | None = None, overrides: Mapping[str, object] | None = None) -> EngineConfig:
+        """Read `path` (None: defaults only), apply `overrides` by dotted key, resolve paths, validate.
+
+        Relative paths in the file are taken from the file's folder, those in overrides from the working directory.
+        Raises ConfigError with one line for each key that is wrong.
+        """
+        values: dict[str, object] = {}
+        if path is not None:
+            values = _read_yaml(Path(path))
+            for key in PATH_KEYS:
+                _anchor(values, key, Path(path).resolve().parent)
+        for key, value in (overrides or {}).items():
+            if value is not None:
+                _put(values, key, value if key in PATH_KEYS else _scalar(value))
+        for key in PATH_KEYS:
+            _anchor(values, key, Path.cwd())
+        try:
+            config = cls.model_validate(values)
+        except ValidationError as error:
+            raise ConfigError("\n".join(_explain(item) for item in error.errors())) from None
+        if config.tiers.nvme.bytes and config.tiers.nvme.path is None:
+            raise ConfigError(
+                f"tiers.nvme.path: needed when tiers.nvme.bytes is not 0; for example {default_cache_directory()}"
+            )
+        return config
+
+
+PATH_KEYS = ("model", "tiers.nvme.path")
+
+
+def default_cache_directory() -> Path:
+    """`$XDG_CACHE_HOME/kvtier` or `~/.cache/kvtier`: private to the user, never a shared temporary directory."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "kvtier"
+
+
+def environment_path() -> str:
+    """The search path of programs (for starting servers)."""
+    return os.environ.get("PATH", "")
+
+
+def environment() -> dict[str, str]:
+    """A copy of the whole environment, to start child processes with."""
+    return dict(os.environ)
+
+
+def _read_yaml(path: Path) -> dict[str, object]:
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: is not valid YAML: {error}") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: must hold keys and values, got {type(values).__name__}")
+    return values
+
+
+def _put(values: dict[str, object], key: str, value: object) -> None:
+    *sections, last = key.split(".")
+    for section in sections:
+        inner = values.setdefault(section, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(f"{key}: {section} is a value, not a section")
+        values = inner
+    values[last] = value
+
+
+def _scalar(value: object) -> object:
+    """Text from a command line or config.pbtxt as YAML reads it: `16` is a number, `512MiB` stays text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        parsed: object = yaml.safe_load(value)
+    except yaml.YAMLError:
+        return value
+    return parsed if isinstance(parsed, (bool, int, float)) else value
+
+
+def _anchor(values: dict[str, object], key: str, folder: Path) -> None:
+    *sections, last = key.split(".")
+    node: object = values
+    for section in sections:
+        node = node.get(section) if isinstance(node, dict) else None
+    if isinstance(node, dict) and isinstance(node.get(last), (str, Path)):
+        node[last] = folder / Path(str(node[last])).expanduser()
+
+
+def _explain(item: object) -> str:
+    assert isinstance(item, dict)
+    location = [str(part) for part in item["loc"]]
+    key = ".".join(location)
+    if item["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(location[-1], _keys_at(location[:-1]), 1)
+        hint = f"; did you mean {near[0]}?" if near else f"; known here: {', '.join(_keys_at(location[:-1]))}"
+        return f"{key}: no such key{hint}"
+    if item["type"] == "missing":
+        return f"{key}: is needed"
+    text = str(item["msg"]).removeprefix("Value error, ")
+    return f"{key}: {text}, got {item['input']!r}"
+
+
+def _keys_at(location: list[str]) -> list[str]:
+    section: type[BaseModel] = EngineConfig
+    for part in location:
+        field = section.model_fields.get(part)
+        if field is None or get_origin(field.annotation) or not isinstance(field.annotation, type):
+            return []
+        section = field.annotation
+    return list(section.model_fields)

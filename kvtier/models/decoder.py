@@ -1,0 +1,140 @@
+"""The forward pass of a dense decoder-only transformer over paged K and V.
+
+One class for all families: their differences are flags of `ModelConfig`. Knows addresses (through `AttentionBatch`)
+but neither tiers nor sequences. In fp32 each token's result has the same bits whatever else is in the batch, because
+every operation it is made of keeps rows independent (`ops`, `AttentionBackend`). Called by the runner, engine thread.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from kvtier.attention import AttentionBackend, AttentionBatch
+from kvtier.block import KVLayout
+from kvtier.errors import CheckpointError, KvtierError
+from kvtier.models.config import DTYPES, ModelConfig
+from kvtier.models.ops import Ops
+from kvtier.models.rope import rope_table
+from kvtier.models.weights import DecoderWeights, LayerWeights, Progress, load_weights
+
+
+class NonFiniteError(KvtierError):
+    """A float16 pass overflowed: K, V and logits of the tokens in `tokens` (indices into the pass) are not usable."""
+
+    def __init__(self, tokens: tuple[int, ...]) -> None:
+        super().__init__(f"{len(tokens)} tokens of the pass overflowed float16: use dtype bfloat16 or float32")
+        self.tokens = tokens
+
+
+class Decoder:
+    """A loaded model. Immutable; `forward` runs on the engine thread under `torch.inference_mode`."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: DecoderWeights,
+        weights_digest: bytes,
+        block_tokens: int,
+        backend: AttentionBackend,
+        ops: Ops,
+        vocab_limit: int | None = None,
+    ) -> None:
+        self.config = config
+        self.weights_digest = weights_digest
+        self.dtype = weights.embedding.dtype
+        dtype_name = str(self.dtype).removeprefix("torch.")
+        self.layout = KVLayout(config.layers, config.kv_heads, config.head_dim, block_tokens, dtype_name)
+        self.vocab_limit = min(config.vocab, vocab_limit or config.vocab)
+        self._weights = weights
+        self._backend = backend
+        self._ops = ops
+        self._residual_dtype = torch.float32 if self.dtype == torch.float16 else self.dtype
+        self._scale = config.head_dim**-0.5
+        self._cos, self._sin = rope_table(config.rope, config.head_dim, config.context)
+        following = [*(layer.input_norm for layer in weights.layers[1:]), weights.norm]
+        self._layers = list(zip(weights.layers, config.windows, following, strict=True))
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of all weights in memory, a tied head counted once."""
+        weights = self._weights
+        tensors = [weights.embedding, weights.norm] + ([] if weights.head is weights.embedding else [weights.head])
+        return sum(tensor.nbytes for tensor in tensors) + sum(_layer_bytes(layer) for layer in weights.layers)
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, logits_rows: torch.Tensor
+    ) -> torch.Tensor:
+        """Write K and V of all tokens; return logits fp32 [row, vocab] of the tokens whose indices are `logits_rows`.
+
+        token_ids, positions: int64 [token], positions below `config.context`; logits_rows: int64 [row], may be empty.
+        Logits from `vocab_limit` on are -inf. Raises NonFiniteError (float16 only) once K and V have been written.
+        """
+        weights, ops, eps = self._weights, self._ops, self.config.rms_eps
+        cos, sin = self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+        residual = F.embedding(token_ids, weights.embedding).to(self._residual_dtype)  # [token, hidden]
+        hidden = ops.rmsnorm(residual, weights.layers[0].input_norm, eps, self.dtype)
+        for index, (layer, window, next_norm) in enumerate(self._layers):
+            q, k, v = self._project(hidden, layer)
+            ops.rope(q, k, cos, sin)
+            self._backend.append(k, v, batch, self.layout, index)
+            attended, _ = self._backend.attend(q, batch, self.layout, index, self._scale, window)
+            update = ops.linear(attended.flatten(1), layer.output.weight, layer.output.bias)
+            residual, hidden = ops.add_rmsnorm(residual, update, layer.post_norm, eps)
+            gated = ops.silu_mul(ops.linear(hidden, layer.gate_up.weight, layer.gate_up.bias))
+            update = ops.linear(gated, layer.down.weight, layer.down.bias)
+            residual, hidden = ops.add_rmsnorm(residual, update, next_norm, eps)
+        if self.dtype == torch.float16:
+            _check_finite(residual)
+        logits = ops.linear(hidden.index_select(0, logits_rows), weights.head, None).float()
+        logits[:, self.vocab_limit :] = -torch.inf
+        return logits
+
+    def _project(self, hidden: torch.Tensor, layer: LayerWeights) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q [token, head, dim], k and v [token, kv_head, dim]: views into one product, or normed copies."""
+        config = self.config
+        qkv = self._ops.linear(hidden, layer.qkv.weight, layer.qkv.bias).view(len(hidden), -1, config.head_dim)
+        q, k, v = torch.split(qkv, [config.heads, config.kv_heads, config.kv_heads], dim=1)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q = self._ops.rmsnorm(q, layer.q_norm, config.rms_eps, self.dtype)
+            k = self._ops.rmsnorm(k, layer.k_norm, config.rms_eps, self.dtype)
+        return q, k, v
+
+
+def load_decoder(
+    folder: Path,
+    dtype: str,
+    layout_block_tokens: int,
+    backend: AttentionBackend,
+    ops: Ops,
+    progress: Progress | None = None,
+    vocab_limit: int | None = None,
+) -> Decoder:
+    """Load a Hugging Face folder of a supported family.
+
+    dtype: "auto" (as the config says, else as stored), "float32", "bfloat16" or "float16". `progress(done, total)` in
+    bytes. `vocab_limit`: the tokenizer's length; logits beyond it are masked. Raises CheckpointError.
+    """
+    if dtype not in ("auto", *DTYPES):
+        raise CheckpointError(f"dtype is {dtype!r}, supported are auto, {', '.join(DTYPES)}")
+    config = ModelConfig.from_folder(folder)
+    name = config.checkpoint_dtype if dtype == "auto" else dtype
+    weights, digest = load_weights(folder, config, None if name is None else getattr(torch, name), progress)
+    return Decoder(config, weights, digest, layout_block_tokens, backend, ops, vocab_limit)
+
+
+def _check_finite(residual: torch.Tensor) -> None:
+    """An inf or NaN anywhere in a token's pass ends up in its residual, or in that of a token which attends to it."""
+    finite = torch.isfinite(residual).all(-1)
+    if not bool(finite.all()):
+        raise NonFiniteError(tuple((~finite).nonzero().flatten().tolist()))
+
+
+def _layer_bytes(layer: LayerWeights) -> int:
+    projections = (layer.qkv, layer.output, layer.gate_up, layer.down)
+    tensors = [layer.input_norm, layer.post_norm, layer.q_norm, layer.k_norm]
+    for projection in projections:
+        tensors += [projection.weight, projection.bias]
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)

@@ -1,0 +1,28 @@
+// Cuts one attention call into tasks, and owns the memory for partial results of spans that several threads compute.
+//
+// The cut decides speed only, never bits: every (query, span) pair is computed alike and folded left to right.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "kernels.hpp"
+
+namespace kvtier {
+
+class Plan {
+  public:
+    Plan(const AttendArguments& arguments, int threads);
+    AttendTasks view() { return {tiles_.data(), tasks_.data(), int(tasks_.size()), tile_rows_max_, partials_.get()}; }
+
+  private:
+    void cut_queries(const AttendArguments& arguments);
+    void cut_spans(const AttendArguments& arguments, int threads);
+
+    std::vector<Tile> tiles_;
+    std::vector<Task> tasks_;
+    int tile_rows_max_ = 0;
+    std::unique_ptr<float[]> partials_;
+};
+
+}  // namespace kvtier

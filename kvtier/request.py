@@ -1,0 +1,163 @@
+"""The words of the door: what a caller asks (`Request`, `SamplingParams`) and what it gets (`TokenEvent`, `Completion`).
+
+Values only; every one validates itself when made, so no later floor sees an impossible request. Knows no tokenizer,
+tier or tensor.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass, field
+
+from kvtier.errors import InvalidRequest
+
+STOPS_MAX = 16
+STOP_CHARACTERS_MAX = 256
+SALT_CHARACTERS_MAX = 256
+
+
+class FinishReason(enum.Enum):
+    """Why a sequence ended; `value` is what clients see."""
+
+    STOP = "stop"
+    """An end-of-sequence token, a stop token or a stop string."""
+    LENGTH = "length"
+    """`max_tokens` or the context was reached."""
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen and when to stop. `None` means: the model's generation_config, else the plain default.
+
+    `temperature=0` is greedy. `max_tokens=None` means the rest of the context, capped by the configuration.
+    Raises InvalidRequest naming the field, the limit and the value.
+    """
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    """0 or -1: off."""
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        _whole("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _number("temperature", self.temperature, 0.0, 100.0)
+        _whole("top_k", self.top_k, -1, 2**31 - 1)
+        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _whole("seed", self.seed, 0, 2**64 - 1)
+        if len(self.stop) > STOPS_MAX:
+            raise InvalidRequest(f"stop: at most {STOPS_MAX} strings, got {len(self.stop)}")
+        for text in self.stop:
+            if not isinstance(text, str) or not 1 <= len(text) <= STOP_CHARACTERS_MAX:
+                raise InvalidRequest(f"stop: each must be a string of 1 to {STOP_CHARACTERS_MAX} characters")
+        if len(self.stop_token_ids) > STOPS_MAX:
+            raise InvalidRequest(f"stop_token_ids: at most {STOPS_MAX}, got {len(self.stop_token_ids)}")
+        for token in self.stop_token_ids:
+            _whole("stop_token_ids", token, 0, 2**31 - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One generation to run. `prompt` is text, token ids, or chat messages (`[{"role": ..., "content": ...}, ...]`)."""
+
+    prompt: str | list[int] | list[dict[str, object]]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    priority: int = 0
+    """Lower runs first, as in Triton's priority levels; 0 is the default level."""
+    cache_salt: str = ""
+    """Separates tenants: blocks are only shared between requests of one salt."""
+
+    def __post_init__(self) -> None:
+        if len(self.prompt) == 0:
+            raise InvalidRequest("prompt: must not be empty")
+        if len(self.cache_salt) > SALT_CHARACTERS_MAX:
+            raise InvalidRequest(f"cache_salt: at most {SALT_CHARACTERS_MAX} characters, got {len(self.cache_salt)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where the KV of each prompt token came from; the four sum to the prompt's tokens."""
+
+    hbm: int = 0
+    dram: int = 0
+    nvme: int = 0
+    computed: int = 0
+
+    def as_dict(self) -> dict[str, int]:
+        """`{"hbm", "dram", "nvme", "computed"}` in tokens."""
+        return {"hbm": self.hbm, "dram": self.dram, "nvme": self.nvme, "computed": self.computed}
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a finished request used: tokens in and out, where the prompt came from, blocks reused and allocated."""
+
+    prompt_token_count: int
+    output_token_count: int
+    origin: Origin
+    reused_blocks: int
+    allocated_blocks: int
+    ttft_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """One step's news of a request. The last event, and only it, has `finish_reason`; its `usage` may be None on error."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+    error: Exception | None = None
+    """Set with FinishReason.ERROR only: InvalidRequest, Unavailable, or a bug's exception."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A whole answer, as `Engine.generate` returns it."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    prompt_token_count: int
+    origin: dict[str, int]
+    ttft_s: float
+    usage: Usage
+
+
+def _whole(name: str, value: object, low: int, high: int) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidRequest(f"{name}: must be a whole number, got {value!r}")
+    if not low <= value <= high:
+        raise InvalidRequest(f"{name}: must be from {low} to {high}, got {value}")
+
+
+def _number(name: str, value: object, low: float, high: float, open_low: bool = False) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise InvalidRequest(f"{name}: must be a finite number, got {value!r}")
+    if not low <= value <= high or (open_low and value == low):
+        bound = f"above {low:g}, at most {high:g}" if open_low else f"from {low:g} to {high:g}"
+        raise InvalidRequest(f"{name}: must be {bound}, got {value!r}")

@@ -1,0 +1,214 @@
+"""Logits to tokens: greedy, or drawn after penalties, temperature, min-p, top-k and top-p (in vLLM's order).
+
+Owns how a sequence's sampling parameters are resolved and what it has to remember (`SamplerState`). A row's token
+depends on its own logits and state alone: its random number is a hash of seed and output index, its arithmetic never
+sees another row. Knows no sequences, text or stop conditions. Called by the engine thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvtier.models.config import GenerationDefaults
+from kvtier.request import SamplingParams
+
+_CANDIDATES = 512
+"""Most likely tokens looked at first for top-p, before all of them are."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedSampling:
+    """Sampling parameters with every default filled in. `temperature` 0 is greedy; 0, 1.0 and 0.0 turn the rest off."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int = 0
+
+    @property
+    def greedy(self) -> bool:
+        """The likeliest token is taken (after penalties)."""
+        return self.temperature == 0.0 or self.top_k == 1
+
+    @property
+    def plain(self) -> bool:
+        """Greedy, and earlier tokens change nothing."""
+        return self.greedy and not self.penalized
+
+    @property
+    def penalized(self) -> bool:
+        """Earlier tokens change the logits."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+def resolve(params: SamplingParams, defaults: GenerationDefaults) -> ResolvedSampling:
+    """Merge a request's parameters with its model's generation_config.
+
+    What a request leaves out comes from `defaults`. So a model without `do_sample` is greedy, as in transformers,
+    unless the request gives a temperature, or asks for sampling by a seed, top_k, top_p or min_p of its own: then the
+    temperature is 1. Without a seed one is drawn.
+    """
+    temperature = params.temperature
+    if temperature is None:
+        temperature = defaults.temperature or (1.0 if _asks_for_sampling(params) else 0.0)
+    top_k = defaults.top_k if params.top_k is None else params.top_k
+    penalty = defaults.repetition_penalty if params.repetition_penalty is None else params.repetition_penalty
+    return ResolvedSampling(
+        temperature=float(temperature),
+        top_k=max(0, top_k),
+        top_p=float(defaults.top_p if params.top_p is None else params.top_p),
+        min_p=float(defaults.min_p if params.min_p is None else params.min_p),
+        repetition_penalty=float(penalty),
+        presence_penalty=float(params.presence_penalty),
+        frequency_penalty=float(params.frequency_penalty),
+        seed=secrets.randbits(64) if params.seed is None else params.seed,
+    )
+
+
+def _asks_for_sampling(params: SamplingParams) -> bool:
+    narrowed = params.top_k not in (None, 0, -1) or params.top_p not in (None, 1.0) or params.min_p not in (None, 0.0)
+    return narrowed or params.seed is not None
+
+
+class SamplerState:
+    """What one sequence brings to the sampler: its parameters and the tokens that its penalties count.
+
+    Owned by the sequence. It may be rebuilt at any time from the prompt and the output tokens.
+    """
+
+    def __init__(self, prompt_ids: Sequence[int], resolved: ResolvedSampling, vocab: int) -> None:
+        """`vocab` is the width of the logits; prompt ids from there on are ignored."""
+        self.resolved = resolved
+        self._vocab = vocab
+        prompt = sorted({i for i in prompt_ids if i < vocab}) if resolved.repetition_penalty != 1.0 else []
+        self._positions = {token: position for position, token in enumerate(prompt)}
+        capacity = max(64, 2 * len(prompt)) if resolved.penalized else 0
+        self._ids = torch.zeros(capacity, dtype=torch.int64)
+        self._ids[: len(prompt)] = torch.tensor(prompt, dtype=torch.int64)
+        self._counts = torch.zeros(capacity)  # of output tokens; 0 for those that are only in the prompt
+
+    def observe(self, token: int) -> None:
+        """Take the next output token."""
+        assert 0 <= token < self._vocab, token
+        if not self.resolved.penalized:
+            return
+        position = self._positions.setdefault(token, len(self._positions))
+        if position == len(self._ids):
+            self._ids = torch.cat([self._ids, torch.zeros_like(self._ids)])
+            self._counts = torch.cat([self._counts, torch.zeros_like(self._counts)])
+        self._ids[position] = token
+        self._counts[position] += 1.0
+
+    def penalize(self, row: torch.Tensor) -> None:
+        """Apply the penalties to `row` (fp32 `[vocab]`, on the CPU) in place, at the cost of the distinct tokens."""
+        distinct = len(self._positions)
+        if not self.resolved.penalized or distinct == 0:
+            return
+        ids, counts = self._ids[:distinct], self._counts[:distinct]
+        values = row[ids]
+        penalty = self.resolved.repetition_penalty
+        values = torch.where(values > 0, values / penalty, values * penalty)
+        values -= self.resolved.frequency_penalty * counts
+        values -= self.resolved.presence_penalty * (counts > 0)
+        row[ids] = values
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """What one row of logits is sampled for: a sequence's state and the index of the output token it gives."""
+
+    state: SamplerState
+    output_index: int
+
+
+def uniform(seed: int, output_index: int) -> float:
+    """The random number of one output token, in [0, 1) with 53 bits: a hash, so no draw depends on another."""
+    message = seed.to_bytes(8, "little") + output_index.to_bytes(8, "little")
+    digest = hashlib.blake2b(message, digest_size=8, person=b"kvtier-sampler").digest()
+    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+
+
+class Sampler:
+    """Chooses one token for each row of logits; has no state of its own."""
+
+    def sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int]:
+        """Choose a token for each of `rows` from `logits` (fp32 `[row, vocab]`, any device; not changed).
+
+        Of equal logits a greedy row takes the lowest id. The states are only read: `observe` what is kept. A row without any finite logit, or with NaN, is a bug: AssertionError.
+        """
+        assert logits.dim() == 2 and len(logits) == len(rows), (logits.shape, len(rows))
+        plain = [i for i, row in enumerate(rows) if row.state.resolved.plain]
+        tokens = [-1] * len(rows)
+        if plain:
+            picked = logits if len(plain) == len(rows) else logits[plain]
+            for i, token in zip(plain, _best(picked), strict=True):
+                tokens[i] = token
+        others = [i for i, token in enumerate(tokens) if token < 0]
+        if others:
+            copies = logits[others].to("cpu", torch.float32)  # an indexed read is a copy already
+            for i, copy in zip(others, copies, strict=True):
+                tokens[i] = _choose(copy, rows[i].state, rows[i].output_index)
+        return tokens
+
+
+def _best(logits: torch.Tensor) -> list[int]:
+    """Argmax of each row, by one hand-over to Python."""
+    values, indices = logits.max(dim=-1)
+    tokens: list[int] = torch.where(values.isfinite(), indices, -1).tolist()
+    assert min(tokens) >= 0, "logits hold NaN, infinity, or nothing finite"
+    return tokens
+
+
+def _choose(row: torch.Tensor, state: SamplerState, output_index: int) -> int:
+    """One token of one row, fp32 `[vocab]`, which is overwritten."""
+    state.penalize(row)
+    resolved = state.resolved
+    best = _best(row[None])[0]
+    if resolved.greedy:
+        return best
+    scaled = (row.double() - float(row[best])) / resolved.temperature
+    weights = scaled.exp_()  # the likeliest token has weight 1
+    if resolved.min_p > 0.0:
+        weights[weights < resolved.min_p] = 0.0
+    if 0 < resolved.top_k < len(weights):
+        threshold = weights.topk(resolved.top_k).values[-1]
+        weights[weights < threshold] = 0.0
+    number = uniform(resolved.seed, output_index)
+    if resolved.top_p >= 1.0:
+        return _draw(weights.cumsum(0), number)
+    kept, ids = _nucleus(weights, resolved.top_p)
+    return int(ids[_draw(kept.cumsum(0), number)])
+
+
+def _nucleus(weights: torch.Tensor, top_p: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The likeliest tokens, as few as reach `top_p` of the sum: `(weights, ids)`, likeliest first, then by id."""
+    total = float(weights.cumsum(0)[-1])
+    ids = torch.arange(len(weights))
+    if len(weights) > _CANDIDATES:
+        few = torch.nonzero(weights >= weights.topk(_CANDIDATES).values[-1])[:, 0]
+        if float(weights[few].cumsum(0)[-1]) >= top_p * total * (1 + 1e-9):
+            ids = few
+    order = weights[ids].argsort(descending=True, stable=True)
+    ids = ids[order]
+    ordered = weights[ids]
+    count = int(torch.searchsorted(ordered.cumsum(0), top_p * total)) + 1
+    return ordered[:count], ids[:count]
+
+
+def _draw(sums: torch.Tensor, number: float) -> int:
+    """The index whose share of the running sums holds `number` of [0, 1); an index without weight has no share."""
+    total = sums[-1]
+    index = int(torch.searchsorted(sums, number * total, right=True))
+    last = int(torch.searchsorted(sums, total))  # rounding must not lead past the last share
+    assert math.isfinite(float(total)), "weights do not add up"
+    return min(index, last)

@@ -1,0 +1,47 @@
+"""The model processes (stubs) and shared memory of one Triton server, told apart by the prefix of their regions.
+
+Linux only (`/proc`, `/dev/shm`). Touches nothing whose name does not begin with the prefix.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelProcess:
+    """One live stub and the name of the model it runs."""
+
+    pid: int
+    model: str
+
+
+def model_processes(prefix: str) -> list[ModelProcess]:
+    """Live stubs whose shared memory region begins with `prefix`; zombies do not count."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit():
+            continue
+        try:
+            words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
+        except OSError:
+            continue
+        # triton_python_backend_stub MODEL/VERSION/model.py REGION ...
+        if len(words) > 2 and words[0].endswith("triton_python_backend_stub") and words[2].startswith(prefix):
+            found.append(ModelProcess(int(folder.name), Path(words[1]).parent.parent.name))
+    return found
+
+
+def clean_up(prefix: str) -> None:
+    """Kill the stubs and remove the shared memory that a dead server of this prefix left behind."""
+    for process in model_processes(prefix):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
+    for region in SHARED_MEMORY.glob(f"{prefix}*"):
+        region.unlink(missing_ok=True)

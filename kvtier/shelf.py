@@ -1,0 +1,347 @@
+"""One shelf: a slab, the directory over it, and the I/O engine between its rows and the caller's memory.
+
+Owns the life of every transfer: reserve, write, publish; find, read, verify. A row is either exactly what its record
+says or a miss; trouble is an outcome, never an exception. Knows neither sequences nor other tiers. All calls come from
+the engine thread and return at once; only `_Flight.pack` and `_Flight.verify` run on the I/O workers.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from kvtier.block import BlockHash, Tier
+from kvtier.breaker import Breaker
+from kvtier.directory import Directory, PublishOutcome
+from kvtier.io.base import IoEngine, IoRequest, IoResult, Operation
+from kvtier.record import Grant, Lease, Record, tenant_digest
+from kvtier.ticket import ReadItem, ShelfDone, ShelfLimits, ShelfOperation, ShelfOutcome, WriteItem
+from kvtier.tiers.header import RowFormat, Verdict, check_row, pack_header, slice_sums
+from kvtier.tiers.memory import AlignedPages
+from kvtier.tiers.slab import Slab
+
+__all__ = [
+    "Lease",
+    "ReadItem",
+    "Record",
+    "Shelf",
+    "ShelfDone",
+    "ShelfLimits",
+    "ShelfOperation",
+    "ShelfOutcome",
+    "WriteItem",
+]
+
+log = logging.getLogger(__name__)
+
+SPACE_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
+"""What the next write would meet as well: the breaker opens at once."""
+
+
+@dataclass(eq=False, slots=True)
+class _Flight:
+    """A transfer in the hands of the I/O engine; `record` is completed by `pack` before a write's result is there."""
+
+    operation: ShelfOperation
+    record: Record
+    page: memoryview
+    row: memoryview
+    form: RowFormat
+    seen_at: float | None = None
+    late: bool = False
+
+    def pack(self) -> None:
+        """Worker, before a write: complete the record with the row's sums and make its header."""
+        if not self.record.sums:
+            self.record = self.record._replace(sums=slice_sums(self.row, self.form.slice_bytes))
+        pack_header(self.page, self.record, self.form)
+
+    def verify(self) -> Verdict:
+        """Worker, after a read: judge the row."""
+        return check_row(self.page, self.row, self.record, self.form)
+
+
+class Shelf:
+    """See the module. Made by `open_dram_shelf` and `open_nvme_shelf`."""
+
+    def __init__(
+        self,
+        tier: Tier,
+        form: RowFormat,
+        slab: Slab,
+        directory: Directory,
+        engine: IoEngine,
+        limits: ShelfLimits,
+        close_books: Callable[[float], None] | None = None,
+    ) -> None:
+        """`close_books(deadline_s)` closes what belongs to the shelf besides slab and engine, after the last I/O."""
+        self.tier = tier
+        self.slot_count = slab.slot_count
+        self.row_bytes = form.row_bytes
+        self.bytes_total = slab.total_bytes
+        self._form = form
+        self._slab = slab
+        self._directory = directory
+        self._engine = engine
+        self._limits = limits
+        self._close_books = close_books
+        self._tickets = itertools.count(1)
+        self._flights: dict[int, _Flight] = {}
+        self._writing: set[BlockHash] = set()
+        self._waiting: deque[tuple[int, ReadItem]] = deque()
+        self._breakers = {
+            operation: Breaker(limits.failures_max, limits.pause_s) for operation in (ShelfOperation.READ, ShelfOperation.WRITE)
+        }
+        self._pages = {operation: AlignedPages(limits.in_flight_max) for operation in ShelfOperation}
+        self._counts: Counter[str] = Counter()
+        self._now = time.monotonic()
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"Shelf({self.tier.value}, {self._directory!r}, in_flight={self.in_flight})"
+
+    @property
+    def in_flight(self) -> int:
+        """Tickets given whose end has not been polled."""
+        return len(self._flights) + len(self._waiting)
+
+    @property
+    def used_count(self) -> int:
+        """Slots that are not free."""
+        return self._directory.used_slots
+
+    def find(self, hashes: Sequence[BlockHash]) -> list[Record]:
+        """Records of the leading run of `hashes` that can be read here. Holds nothing."""
+        return self._directory.find(hashes)
+
+    def holds(self, block_hash: BlockHash) -> bool:
+        """Whether a readable row has this hash."""
+        return self._directory.holds(block_hash)
+
+    def touch(self, hashes: Sequence[BlockHash], now: float) -> None:
+        """Note a use. Give whole chains from their first block on, so that no parent looks colder than its child."""
+        self._directory.touch(hashes, now)
+
+    def write(self, items: Sequence[WriteItem], now: float) -> list[int | None]:
+        """Start writing rows; a ticket each, None where it is here or being written, or there is no room or no trust."""
+        self._now = now
+        chosen: dict[BlockHash, int] = {}
+        room = 0 if self._closed else self._engine.room(Operation.WRITE)
+        for place, item in enumerate(items):
+            if len(chosen) == room:
+                break
+            known = item.block_hash in self._writing or self._directory.holds(item.block_hash)
+            if not known and item.block_hash not in chosen:
+                chosen[item.block_hash] = place
+        allowed = self._breakers[ShelfOperation.WRITE].allow(len(chosen), now)
+        tickets: list[int | None] = [None] * len(items)
+        requests: list[IoRequest] = []
+        groups = itertools.groupby(itertools.islice(chosen.values(), allowed), key=lambda place: items[place].tenant)
+        for tenant, group in groups:
+            places, digest = list(group), tenant_digest(tenant)
+            for place, grant in zip(places, self._directory.reserve(len(places), digest), strict=False):
+                tickets[place] = ticket = next(self._tickets)
+                requests.append(self._write_request(ticket, items[place], grant, digest))
+        taken = self._engine.submit(requests)
+        assert taken == len(requests), "the engine had room"
+        return tickets
+
+    def read(self, items: Sequence[ReadItem]) -> list[int | None]:
+        """Start reading rows by copy; a ticket each, None where the breaker is open or too many reads wait."""
+        tickets: list[int | None] = []
+        for item in items:
+            assert item.target.nbytes == self.row_bytes, item.target.nbytes
+            if self._closed or len(self._waiting) >= self._limits.waiting_max:
+                tickets.append(None)
+            elif self._breakers[ShelfOperation.READ].allow(1, self._now) == 0:
+                tickets.append(None)
+            else:
+                ticket = next(self._tickets)
+                self._waiting.append((ticket, item))
+                tickets.append(ticket)
+        self._start_reads()
+        return tickets
+
+    def poll(self, now: float) -> list[ShelfDone]:
+        """What has ended since the last call: written rows are published, bad ones dropped, the next reads started."""
+        self._now = now
+        done = [self._finish(result) for result in self._engine.poll()]
+        self._notice_late()
+        if self._breakers[ShelfOperation.READ].is_open:
+            done += self._refuse_waiting()
+        self._start_reads()
+        for item in done:
+            self._counts[f"{item.operation.value}_bytes"] += item.moved_bytes
+            self._counts[item.operation.value if item.outcome is ShelfOutcome.DONE else item.outcome.value] += 1
+        return done
+
+    def acquire(self, records: Sequence[Record]) -> list[Lease | None]:
+        """A counted lease on each row that is still there: it stays where it is until `release`."""
+        return self._directory.acquire(records)
+
+    def view(self, lease: Lease) -> memoryview:
+        """A leased DRAM row in place; use it until the lease is released."""
+        return self._slab.view(lease.record.slot)
+
+    def release(self, leases: Sequence[Lease]) -> None:
+        """Give leases back, each as often as it was acquired."""
+        self._directory.release(leases)
+
+    def coldest(self, count: int) -> list[Record]:
+        """The rows that would be evicted next, coldest first."""
+        return self._directory.coldest(count)
+
+    def drop(self, records: Sequence[Record], reason: str) -> None:
+        """Hide rows at once and count them under `dropped_<reason>`, a name from the caller's closed set."""
+        self._counts[f"dropped_{reason}"] += len(self._directory.drop(records))
+
+    def stats(self) -> dict[str, int]:
+        """Plain numbers: slots, bytes, transfers, evictions, and failures by the value of their outcome."""
+        counts = self._counts
+        values = {
+            "slots_used": self.used_count,
+            "slots_total": self.slot_count,
+            "bytes_total": self.bytes_total,
+            "in_flight": self.in_flight,
+            "evictions": self._directory.evictions,
+            "reads": counts["read"],
+            "writes": counts["write"],
+            "read_bytes": counts["read_bytes"],
+            "write_bytes": counts["write_bytes"],
+            "late": counts["late"],
+            "breaker_openings": sum(breaker.openings for breaker in self._breakers.values()),
+        }
+        values |= {outcome.value: counts[outcome.value] for outcome in ShelfOutcome if outcome is not ShelfOutcome.DONE}
+        return values | {key: count for key, count in counts.items() if key.startswith("dropped_")}
+
+    def check(self) -> None:
+        """Assert the books, and that transfers and header pages agree."""
+        self._directory.check()
+        for operation, pages in self._pages.items():
+            flights = [flight for flight in self._flights.values() if flight.operation is operation]
+            assert len(flights) + len(pages) == self._limits.in_flight_max, operation
+        writing = {f.record.block_hash for f in self._flights.values() if f.operation is ShelfOperation.WRITE}
+        assert writing == self._writing
+
+    def close(self, deadline_s: float) -> None:
+        """Let what is in flight end, up to the deadline, publish it, and close slab and books.
+
+        Memory and descriptor of a transfer that is still stuck then are left to it: they go with the process.
+        """
+        if self._closed:
+            return
+        end = time.monotonic() + deadline_s
+        self._closed = True
+        self._waiting.clear()
+        stuck = self._engine.close(deadline_s)
+        self.poll(time.monotonic())
+        if self._close_books is not None:
+            self._close_books(max(0.0, end - time.monotonic()))
+        if stuck == 0:
+            self._slab.close()
+        else:
+            log.warning("%s shelf closed with %d transfers stuck", self.tier.value, stuck)
+
+    def _write_request(self, ticket: int, item: WriteItem, grant: Grant, tenant: bytes) -> IoRequest:
+        assert item.source.nbytes == self.row_bytes, item.source.nbytes
+        record = Record(
+            item.block_hash, *grant, item.depth, item.sums if item.sums is not None else b"", item.priority, 0, tenant
+        )
+        flight = self._take_off(ticket, ShelfOperation.WRITE, record, item.source)
+        self._writing.add(item.block_hash)
+        buffers = (flight.page, flight.row)
+        return IoRequest(
+            Operation.WRITE, self._slab.descriptor, self._slab.offset(grant.slot), buffers, ticket, prepare=flight.pack
+        )
+
+    def _start_reads(self) -> None:
+        requests: list[IoRequest] = []
+        for _ in range(min(len(self._waiting), self._engine.room(Operation.READ))):
+            ticket, (record, target) = self._waiting.popleft()
+            flight = self._take_off(ticket, ShelfOperation.READ, record, target)
+            offset = self._slab.offset(record.slot)
+            requests.append(
+                IoRequest(
+                    Operation.READ, self._slab.descriptor, offset, (flight.page, target), ticket, then=flight.verify
+                )
+            )
+        taken = self._engine.submit(requests)
+        assert taken == len(requests), "the engine had room"
+
+    def _take_off(self, ticket: int, operation: ShelfOperation, record: Record, row: memoryview) -> _Flight:
+        flight = _Flight(operation, record, self._pages[operation].take(), row, self._form)
+        self._flights[ticket] = flight
+        return flight
+
+    def _finish(self, result: IoResult) -> ShelfDone:
+        flight = self._flights.pop(result.tag)
+        self._pages[flight.operation].give(flight.page)
+        judge = self._written if flight.operation is ShelfOperation.WRITE else self._has_read
+        outcome = judge(flight, result)
+        return ShelfDone(
+            result.tag, flight.operation, outcome, flight.record.block_hash, result.moved_bytes, result.duration_ns
+        )
+
+    def _written(self, flight: _Flight, result: IoResult) -> ShelfOutcome:
+        record, breaker = flight.record, self._breakers[ShelfOperation.WRITE]
+        self._writing.discard(record.block_hash)
+        if result.error_number is not None:
+            self._directory.abandon([Grant(record.slot, record.generation)])
+            if result.error_number in SPACE_ERRORS:
+                self._trouble(breaker.trip, flight, result.error_number)
+                return ShelfOutcome.NO_SPACE
+            self._trouble(breaker.failed, flight, result.error_number)
+            return ShelfOutcome.IO_ERROR
+        breaker.succeeded()
+        ((outcome, _),) = self._directory.publish([record], self._now)
+        return PUBLISHED[outcome]
+
+    def _has_read(self, flight: _Flight, result: IoResult) -> ShelfOutcome:
+        record, breaker = flight.record, self._breakers[ShelfOperation.READ]
+        if result.error_number is not None:
+            self._trouble(breaker.failed, flight, result.error_number)
+            return ShelfOutcome.IO_ERROR
+        breaker.succeeded()
+        if result.value is Verdict.GOOD:
+            return ShelfOutcome.DONE
+        if not self._directory.drop([record]):
+            return ShelfOutcome.STALE
+        return ShelfOutcome.SHORT_READ if result.value is None else ShelfOutcome.BAD_ROW
+
+    def _trouble(self, tell: Callable[[float], None], flight: _Flight, error_number: int) -> None:
+        openings = self._breakers[flight.operation].openings
+        tell(self._now)
+        if self._breakers[flight.operation].openings > openings:
+            name = errno.errorcode.get(error_number, str(error_number))
+            log.warning("%s shelf: no more %ss for now: %s", self.tier.value, flight.operation.value, name)
+
+    def _notice_late(self) -> None:
+        """A transfer that hangs counts as a failure once; the flights are in order of their start."""
+        for flight in self._flights.values():
+            if flight.seen_at is None:
+                flight.seen_at = self._now
+            if not flight.late and self._now - flight.seen_at > self._limits.late_s:
+                flight.late = True
+                self._counts["late"] += 1
+                self._trouble(self._breakers[flight.operation].failed, flight, errno.ETIMEDOUT)
+
+    def _refuse_waiting(self) -> list[ShelfDone]:
+        refused = [
+            ShelfDone(ticket, ShelfOperation.READ, ShelfOutcome.REFUSED, item.record.block_hash, 0, 0)
+            for ticket, item in self._waiting
+        ]
+        self._waiting.clear()
+        return refused
+
+
+PUBLISHED = {
+    PublishOutcome.PUBLISHED: ShelfOutcome.DONE,
+    PublishOutcome.DUPLICATE: ShelfOutcome.DUPLICATE,
+    PublishOutcome.STALE: ShelfOutcome.STALE,
+}

@@ -1,0 +1,86 @@
+"""What callers of a shelf say and hear: items in, tickets out, and how each transfer ended.
+
+Values only, shared by the shelf and the store; they know no file, no thread and no rule.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvtier.block import BlockHash
+from kvtier.record import Record
+
+
+class ShelfOperation(enum.Enum):
+    """What a ticket stands for."""
+
+    READ = "read"
+    WRITE = "write"
+
+
+class ShelfOutcome(enum.Enum):
+    """How a transfer ended; all but DONE and DUPLICATE are misses. `value` is the key in `Shelf.stats`."""
+
+    DONE = "done"
+    DUPLICATE = "duplicate"
+    """Written, but the block was there by then."""
+    STALE = "stale"
+    """The row was replaced or dropped meanwhile."""
+    BAD_ROW = "bad_row"
+    """Header or sums do not match: the record has been dropped."""
+    SHORT_READ = "short_read"
+    """The slab ends before the row: the record has been dropped."""
+    IO_ERROR = "io_error"
+    """The row may still be there."""
+    NO_SPACE = "no_space"
+    """The disk is full or read-only: nothing is written for a while."""
+    REFUSED = "refused"
+    """The breaker opened while the read was waiting."""
+
+
+class WriteItem(NamedTuple):
+    """A row to write. `source` (row_bytes, 4 KiB aligned) must not change until its ticket is done."""
+
+    block_hash: BlockHash
+    depth: int
+    source: memoryview
+    sums: bytes | None = None
+    """The row's slice sums if they are known (it comes from another shelf); None: computed on the worker."""
+    priority: int = 0
+    tenant: str = ""
+
+
+class ReadItem(NamedTuple):
+    """A row to read into `target` (row_bytes, 4 KiB aligned), which belongs to the read until its ticket is done."""
+
+    record: Record
+    target: memoryview
+
+
+class ShelfDone(NamedTuple):
+    """A finished transfer. After anything but DONE the bytes of a read's target mean nothing."""
+
+    ticket: int
+    operation: ShelfOperation
+    outcome: ShelfOutcome
+    block_hash: BlockHash
+    moved_bytes: int
+    duration_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShelfLimits:
+    """What bounds a shelf's work."""
+
+    in_flight_max: int = 256
+    """Reads and, separately, writes handed to the I/O engine at once."""
+    waiting_max: int = 65536
+    """Reads that wait for their turn; they hold nothing but their target."""
+    failures_max: int = 3
+    """Failures in a row that open the breaker."""
+    pause_s: float = 5.0
+    """From the opening of the breaker to its probe."""
+    late_s: float = 5.0
+    """A transfer that is in flight longer counts as a failure, once."""

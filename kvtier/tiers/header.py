@@ -1,0 +1,132 @@
+"""The 4 KiB header in front of every row of a slab, and the check of a row against its record.
+
+Owns the format on disk: what it binds, and the sums. A torn, stale, swapped, misdirected or truncated row fails
+`check_row`. Knows no file and no directory. Called on I/O workers (pack, check) and by the rebuild (parse).
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from dataclasses import dataclass
+
+from xxhash import xxh3_64_digest, xxh3_64_intdigest
+
+from kvtier.block import ALIGNMENT, KVLayout
+from kvtier.record import Record
+
+HEADER_BYTES = ALIGNMENT
+MAGIC = b"kvtirow\n"
+HEADER_VERSION = 1
+SUM_BYTES = 8
+
+_FIXED = struct.Struct("<8sII32s32s16sIiQQQQQ")
+_SELF_SUM = struct.Struct("<Q")
+_SELF_SUM_OFFSET = HEADER_BYTES - _SELF_SUM.size
+SLICES_MAX = (_SELF_SUM_OFFSET - _FIXED.size) // SUM_BYTES
+"""The most layers whose sums fit a header."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowFormat:
+    """What all rows of one writer share: the namespace that its headers bind, and the lengths."""
+
+    namespace: bytes
+    row_bytes: int
+    slice_bytes: int
+
+    @classmethod
+    def of(cls, layout: KVLayout, namespace: bytes) -> RowFormat:
+        """The format of a model's rows."""
+        return cls(namespace, layout.row_bytes, layout.slice_bytes)
+
+    def __post_init__(self) -> None:
+        assert len(self.namespace) == 32, len(self.namespace)
+        assert self.slice_bytes > 0 and self.slice_bytes % ALIGNMENT == 0, self.slice_bytes
+        assert self.row_bytes % self.slice_bytes == 0 and 0 < self.slice_count <= SLICES_MAX, self
+
+    @property
+    def slice_count(self) -> int:
+        """Slices of a row."""
+        return self.row_bytes // self.slice_bytes
+
+    @property
+    def slot_bytes(self) -> int:
+        """Header and row."""
+        return HEADER_BYTES + self.row_bytes
+
+
+class Verdict(enum.Enum):
+    """What `check_row` found."""
+
+    GOOD = "good"
+    HEADER = "header"
+    """The header is no header of ours, or its own sum is wrong."""
+    IDENTITY = "identity"
+    """A sound header of something else: another block, slot, generation, namespace or geometry."""
+    SUMS = "sums"
+    """The header is right, the bytes of the row are not."""
+
+
+def slice_sums(row: memoryview, slice_bytes: int) -> bytes:
+    """One xxh3_64 of 8 bytes per slice of `row`, in order."""
+    return b"".join([xxh3_64_digest(row[start : start + slice_bytes]) for start in range(0, row.nbytes, slice_bytes)])
+
+
+def pack_header(target: memoryview, record: Record, form: RowFormat) -> None:
+    """Write the header of `record` into `target` (4 KiB)."""
+    assert target.nbytes == HEADER_BYTES and len(record.block_hash) == 32 and len(record.tenant) == 16
+    assert len(record.sums) == form.slice_count * SUM_BYTES, len(record.sums)
+    target[:] = _ZEROS
+    _FIXED.pack_into(
+        target,
+        0,
+        MAGIC,
+        HEADER_VERSION,
+        form.slice_count,
+        form.namespace,
+        record.block_hash,
+        record.tenant,
+        record.depth,
+        record.priority,
+        record.slot,
+        record.generation,
+        form.row_bytes,
+        form.slice_bytes,
+        record.expiry_s,
+    )
+    target[_FIXED.size : _FIXED.size + len(record.sums)] = record.sums
+    _SELF_SUM.pack_into(target, _SELF_SUM_OFFSET, xxh3_64_intdigest(target[:_SELF_SUM_OFFSET]))
+
+
+def parse_header(source: memoryview) -> tuple[Record, RowFormat] | None:
+    """The record and format that a header claims, or None if it is no sound header of this version."""
+    if source.nbytes != HEADER_BYTES or source[: len(MAGIC)] != MAGIC:
+        return None
+    if _SELF_SUM.unpack_from(source, _SELF_SUM_OFFSET)[0] != xxh3_64_intdigest(source[:_SELF_SUM_OFFSET]):
+        return None
+    fields = _FIXED.unpack_from(source)
+    _, version, slice_count, namespace, block_hash, tenant, depth, priority, slot, generation, *rest = fields
+    row_bytes, slice_bytes, expiry_s = rest
+    if version != HEADER_VERSION or not 0 < slice_count <= SLICES_MAX:
+        return None
+    if slice_bytes == 0 or slice_bytes % ALIGNMENT != 0 or row_bytes != slice_count * slice_bytes:
+        return None
+    sums = bytes(source[_FIXED.size : _FIXED.size + slice_count * SUM_BYTES])
+    record = Record(block_hash, slot, generation, depth, sums, priority, expiry_s, tenant)
+    return record, RowFormat(namespace, row_bytes, slice_bytes)
+
+
+def check_row(header: memoryview, row: memoryview, record: Record, form: RowFormat) -> Verdict:
+    """Judge a row that was read: only GOOD bytes may be used."""
+    parsed = parse_header(header)
+    if parsed is None:
+        return Verdict.HEADER
+    if parsed != (record, form):
+        return Verdict.IDENTITY
+    if slice_sums(row, form.slice_bytes) != record.sums:
+        return Verdict.SUMS
+    return Verdict.GOOD
+
+
+_ZEROS = bytes(HEADER_BYTES)

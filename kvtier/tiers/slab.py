@@ -1,0 +1,209 @@
+"""The bytes of a shelf: one file descriptor cut into slots of header and row.
+
+DRAM is a memfd, allocated at start and mapped so that rows can be used in place; NVMe is one fallocated file, opened
+for direct I/O where the file system can. Owns sizes, offsets and the superblock; knows no hash. Opened by shelves.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import mmap
+import os
+import stat
+import struct
+from dataclasses import dataclass
+
+from xxhash import xxh3_64_intdigest
+
+from kvtier.block import ALIGNMENT
+from kvtier.errors import ConfigError, ShelfError
+from kvtier.io.base import SystemCalls
+from kvtier.tiers.header import HEADER_BYTES
+from kvtier.tiers.memory import advise_huge, check_memory, populate
+
+log = logging.getLogger(__name__)
+
+SLAB_NAME = "nvme.slab"
+SUPERBLOCK_BYTES = ALIGNMENT
+SLAB_MAGIC = b"kvtislab"
+SLAB_VERSION = 1
+EPOCH_BYTES = 16
+
+_SUPERBLOCK = struct.Struct("<8sI4x16sQQ")
+
+
+@dataclass(eq=False, slots=True)
+class Slab:
+    """Slots of `slot_bytes` from `base_bytes` on. `mapping` is there for DRAM only."""
+
+    descriptor: int
+    base_bytes: int
+    slot_bytes: int
+    slot_count: int
+    epoch: bytes
+    """Random identity of an NVMe slab since it was made; the journal belongs to one epoch."""
+    direct: bool = False
+    mapping: mmap.mmap | None = None
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the file."""
+        return self.base_bytes + self.slot_count * self.slot_bytes
+
+    def offset(self, slot: int) -> int:
+        """Where a slot's header begins in the file."""
+        assert 0 <= slot < self.slot_count, slot
+        return self.base_bytes + slot * self.slot_bytes
+
+    def view(self, slot: int) -> memoryview:
+        """A DRAM slot's row in place."""
+        assert self.mapping is not None, "rows of NVMe cannot be viewed in place"
+        start = self.offset(slot) + HEADER_BYTES
+        return memoryview(self.mapping)[start : start + self.slot_bytes - HEADER_BYTES]
+
+    def close(self) -> None:
+        """Close the descriptor; a mapping goes with its last view. No I/O may be in flight."""
+        self.mapping = None
+        os.close(self.descriptor)
+
+
+def make_dram_slab(slot_bytes: int, slot_count: int, key: str = "tiers.dram.bytes") -> Slab:
+    """A fresh memfd with every page allocated. ConfigError, naming `key`, if that much memory is not free."""
+    total_bytes = slot_bytes * slot_count
+    check_memory(key, total_bytes)
+    descriptor = os.memfd_create("kvtier-dram", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(descriptor, total_bytes)
+        mapping = mmap.mmap(descriptor, total_bytes)
+        advise_huge(mapping)
+        os.posix_fallocate(descriptor, 0, total_bytes)
+        populate(mapping)
+    except OSError as error:
+        os.close(descriptor)
+        raise ConfigError(f"{key}: {total_bytes} bytes of memory refused ({error.strerror})") from None
+    return Slab(descriptor, 0, slot_bytes, slot_count, bytes(EPOCH_BYTES), mapping=mapping)
+
+
+def open_nvme_slab(folder: int, slot_bytes: int, slot_count: int, calls: SystemCalls) -> tuple[Slab, bool]:
+    """The slab file in the folder (a descriptor), made, grown or cut to `slot_count`; also whether its rows are new.
+
+    A file of another geometry or version is emptied first, with one log line. ShelfError if the disk has no room, with
+    the file left as it was.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = -1
+    try:
+        descriptor = os.open(SLAB_NAME, flags, 0o600, dir_fd=folder)
+        check_private(descriptor, SLAB_NAME)
+        epoch, old_count = _read_superblock(descriptor, slot_bytes)
+        fresh = epoch is None
+        slab = Slab(descriptor, SUPERBLOCK_BYTES, slot_bytes, slot_count, epoch or os.urandom(EPOCH_BYTES))
+        if not fresh and old_count != slot_count:
+            log.warning("NVMe slab resized from %d to %d slots", old_count, slot_count)
+        _resize(slab, folder, fresh, calls)
+        _write_superblock(slab, calls)
+        slab.descriptor = -1
+        slab.descriptor, slab.direct = _reopen_direct(folder, descriptor)
+        return slab, fresh
+    except OSError as error:
+        raise ShelfError(f"NVMe slab cannot be opened: {error.strerror}") from None
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def check_private(descriptor: int, name: str) -> None:
+    """ShelfError unless this is a plain file of ours without other links; its mode becomes 0600."""
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_nlink != 1:
+        raise ShelfError(f"{name} in the cache directory is no plain file of this user's own; remove it")
+    os.fchmod(descriptor, 0o600)
+
+
+def direct_io_alignment(descriptor: int) -> int | None:
+    """Largest alignment that direct I/O needs here, 0 if it is not possible, None if the kernel does not tell."""
+    answer = (ctypes.c_char * 256)()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not callable(getattr(libc, "statx", None)) or libc.statx(descriptor, b"", 0x1000, 0x2000, answer) != 0:
+        return None
+    (mask,) = struct.unpack_from("<I", answer, 0)
+    if not mask & 0x2000:  # STATX_DIOALIGN, Linux 6.1
+        return None
+    memory, offset = struct.unpack_from("<II", answer, 0x98)
+    return 0 if memory == 0 or offset == 0 else max(memory, offset)
+
+
+def _read_superblock(descriptor: int, slot_bytes: int) -> tuple[bytes | None, int]:
+    """(epoch, slots) of a slab of this geometry and version; (None, 0) if it is none, with a log line if it was one."""
+    page = os.pread(descriptor, SUPERBLOCK_BYTES, 0)
+    if not page.strip(b"\0"):
+        return None, 0
+    body, sum_ = page[: _SUPERBLOCK.size], page[_SUPERBLOCK.size : _SUPERBLOCK.size + 8]
+    if len(sum_) == 8 and int.from_bytes(sum_, "little") == xxh3_64_intdigest(body):
+        magic, version, epoch, found_bytes, found_count = _SUPERBLOCK.unpack(body)
+        if magic == SLAB_MAGIC and version == SLAB_VERSION and found_bytes == slot_bytes:
+            return epoch, found_count
+        log.warning("NVMe slab of version %d with slots of %d bytes is made anew", version, found_bytes)
+    else:
+        log.warning("NVMe slab with a damaged superblock is made anew")
+    return None, 0
+
+
+def _write_superblock(slab: Slab, calls: SystemCalls) -> None:
+    body = _SUPERBLOCK.pack(SLAB_MAGIC, SLAB_VERSION, slab.epoch, slab.slot_bytes, slab.slot_count)
+    page = (body + xxh3_64_intdigest(body).to_bytes(8, "little")).ljust(SUPERBLOCK_BYTES, b"\0")
+    if calls.pwritev(slab.descriptor, [memoryview(page)], 0) != SUPERBLOCK_BYTES:
+        raise ShelfError("NVMe slab: the superblock was written short; the disk is full")
+    calls.fdatasync(slab.descriptor)
+
+
+def _resize(slab: Slab, folder: int, fresh: bool, calls: SystemCalls) -> None:
+    """Give the file its bytes, all of them allocated; on failure it is as before, or gone if it was new."""
+    before = os.fstat(slab.descriptor)
+    if fresh:
+        os.ftruncate(slab.descriptor, 0)
+    elif before.st_size > slab.total_bytes:
+        os.ftruncate(slab.descriptor, slab.total_bytes)
+    disk = os.fstatvfs(slab.descriptor)
+    free_bytes = disk.f_bavail * disk.f_frsize
+    needed_bytes = slab.total_bytes - os.fstat(slab.descriptor).st_blocks * 512
+    error = None
+    if needed_bytes <= free_bytes:
+        try:
+            calls.fallocate(slab.descriptor, 0, slab.total_bytes)
+        except OSError as failure:
+            error = failure
+    if needed_bytes > free_bytes or error is not None:
+        if fresh:
+            with contextlib.suppress(OSError):
+                os.unlink(SLAB_NAME, dir_fd=folder)
+        else:
+            os.ftruncate(slab.descriptor, min(before.st_size, slab.total_bytes))
+        raise ShelfError(
+            f"tiers.nvme.bytes: the slab needs {needed_bytes} more bytes ({needed_bytes >> 20} MiB) on its disk, "
+            f"{free_bytes} ({free_bytes >> 20} MiB) are free"
+            + (f" ({error.strerror})" if error is not None else "")
+            + "; lower tiers.nvme.bytes or choose another tiers.nvme.path"
+        )
+
+
+def _reopen_direct(folder: int, descriptor: int) -> tuple[int, bool]:
+    """A descriptor of the same file for the engine's I/O, and whether it is direct."""
+    alignment = direct_io_alignment(descriptor)
+    refused = "the file system cannot"
+    if alignment is None or 0 < alignment <= ALIGNMENT:
+        try:
+            direct = os.open(SLAB_NAME, os.O_RDWR | os.O_DIRECT | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+        except OSError as error:
+            refused = error.strerror or refused
+        else:
+            if os.path.samestat(os.fstat(direct), os.fstat(descriptor)):
+                return direct, True
+            os.close(direct)
+            raise ShelfError("NVMe slab was replaced while it was opened")
+    elif alignment > ALIGNMENT:
+        refused = f"it needs an alignment of {alignment} bytes"
+    log.warning("NVMe slab uses buffered I/O, not direct I/O: %s", refused)
+    return os.dup(descriptor), False

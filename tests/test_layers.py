@@ -1,0 +1,102 @@
+"""The floors of DESIGN.md section 4: imports run downwards only, and three things have one home each."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "kvtier"
+
+WORDS, BOOKS, BYTES, SHELF, STORE, MIND, BODY, TOP = "words", "books", "bytes", "shelf", "store", "mind", "body", "top"
+BELOW = {
+    WORDS: set(),
+    BOOKS: {WORDS},
+    BYTES: {WORDS},
+    SHELF: {WORDS, BOOKS, BYTES},
+    STORE: {WORDS, BOOKS, BYTES, SHELF},
+    MIND: {WORDS, BOOKS, STORE},
+    BODY: {WORDS, BOOKS},
+    TOP: {WORDS, BOOKS, BYTES, SHELF, STORE, MIND, BODY},
+}
+FLOORS = {
+    WORDS: ["errors", "config", "block", "namespace", "request", "record"],
+    BOOKS: ["eviction", "pool", "prefix", "resident", "sequence", "directory", "breaker"],
+    BYTES: ["io", "tiers", "journal", "metrics", "cache_directory"],
+    SHELF: ["shelf", "books", "transfers", "opening"],
+    STORE: ["promotion", "demotion", "store"],
+    MIND: ["scheduler"],
+    BODY: ["batch", "attention", "models", "sampler", "runner", "_native"],
+    TOP: ["engine", "assembly", "intake", "session", "outbox", "tokens", "door", "cli", "serving", "client"],
+}
+FLOOR_OF = {module: floor for floor, modules in FLOORS.items() for module in modules}
+SOURCES = sorted(PACKAGE.rglob("*.py")) + sorted((ROOT / "model_repository").rglob("*.py"))
+
+
+def imported(path: Path) -> set[str]:
+    """Top two names of every module that a file imports, those inside functions and type-checking blocks included."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return names
+
+
+def own(names: set[str]) -> set[str]:
+    """Modules of kvtier among imported names; `from kvtier import Engine` counts as the engine."""
+    found = {name.split(".")[1] for name in names if name.startswith("kvtier.")}
+    return {"engine" if module == "Engine" else module for module in found if module in FLOOR_OF or module == "Engine"}
+
+
+@pytest.mark.parametrize("path", [p for p in SOURCES if PACKAGE in p.parents], ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_run_downwards_only(path: Path) -> None:
+    module = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    if module == "__init__":
+        return
+    assert module in FLOOR_OF, f"{module} stands on no floor: add it to FLOORS"
+    floor = FLOOR_OF[module]
+    for other in own(imported(path)):
+        assert FLOOR_OF[other] == floor or FLOOR_OF[other] in BELOW[floor], f"{module} ({floor}) imports {other}"
+
+
+def test_every_floor_is_filled() -> None:
+    present = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in PACKAGE.rglob("*.py")}
+    assert set(FLOOR_OF) - present <= {"_native"}, "FLOORS names modules that are gone"
+
+
+def test_mind_and_books_and_words_know_no_torch() -> None:
+    for path in SOURCES:
+        module = path.relative_to(ROOT).parts[1].removesuffix(".py")
+        if FLOOR_OF.get(module) in (WORDS, BOOKS, BYTES, SHELF, STORE, MIND):
+            assert not any(name.split(".")[0] == "torch" for name in imported(path)), path
+
+
+def test_the_triton_server_is_imported_in_model_py_alone() -> None:
+    users = {p.name for p in SOURCES if any("triton_python_backend_utils" in name for name in imported(p))}
+    assert users == {"model.py"}
+
+
+def test_the_environment_is_read_in_config_alone() -> None:
+    for path in SOURCES:
+        reads = [
+            node
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")
+        ]
+        assert not reads or path.name == "config.py", path
+
+
+def test_nothing_unsafe_is_called() -> None:
+    for path in SOURCES:
+        tree = ast.parse(path.read_text())
+        names = imported(path)
+        assert not any(name.split(".")[0] in ("pickle", "marshal", "shelve") for name in names), path
+        calls = [n.func for n in ast.walk(tree) if isinstance(n, ast.Call)]
+        assert not any(isinstance(f, ast.Name) and f.id in ("eval", "exec") for f in calls), path
+        loads = [f for f in calls if isinstance(f, ast.Attribute) and f.attr == "load" and isinstance(f.value, ast.Name)]
+        assert not any(f.value.id == "torch" for f in loads if isinstance(f.value, ast.Name)), path
