@@ -1,7 +1,7 @@
 """kvtier: a language model's KV cache over HBM, DRAM and NVMe, exact and bounded.
 
-The stable Python API: `Engine` with its `EngineConfig`, and the values that go in and come out. Heavy parts are imported
-when `Engine` is first used, so that configuration and clients stay light.
+The stable Python API: `Engine` with its `EngineConfig`, and the values that go in and come out. Heavy parts are
+imported when `Engine` is first used, so that configuration and clients stay light.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ import torch
 
 from kvtier.attention import make_backend
 from kvtier.block import KVLayout, Tier
+from kvtier.cache_directory import free_disk_bytes
 from kvtier.config import EngineConfig
 from kvtier.demotion import NvmePolicy
 from kvtier.errors import ConfigError, ShelfError
@@ -24,7 +25,8 @@ from kvtier.metrics import Metrics
 from kvtier.models.decoder import Decoder, load_decoder
 from kvtier.models.ops import make_ops
 from kvtier.namespace import namespace_digest
-from kvtier.shelf import Shelf, free_disk_bytes, open_dram_shelf, open_nvme_shelf
+from kvtier.shelf import Shelf
+from kvtier.shelves import open_dram_shelf, open_nvme_shelf
 from kvtier.store import Store
 from kvtier.tiers.hbm import HbmArena
 from kvtier.tiers.memory import free_memory_bytes
@@ -55,12 +57,13 @@ def assemble(
     threads = config.threads or os.cpu_count() or 1
     torch.set_num_threads(threads)
     tokenizer = Tokenizer.load(config.model)
+    backend = make_backend(config.attention, threads)
     decoder = load_decoder(
         config.model,
         config.dtype,
         config.block_tokens,
-        make_backend(config.attention, threads),
-        make_ops(config.attention, threads),
+        backend,
+        make_ops(backend),
         progress,
         tokenizer.vocab_limit if tokenizer else None,
     )

@@ -1,7 +1,7 @@
 """Intake: from a caller's `Request` to a `Sequence` the scheduler can take, or a refusal that says what does not fit.
 
-Runs on the caller's thread (tokenizing is the expensive part). Owns the limits a request must meet: context, vocabulary,
-HBM. Knows no queue; the engine keeps those.
+Runs on the caller's thread (tokenizing is the expensive part). Owns the limits a request must meet: context,
+vocabulary, HBM. Knows no queue; the loop keeps those.
 """
 
 from __future__ import annotations
@@ -42,16 +42,14 @@ class Intake:
         output_max = self._output_max(len(tokens), params.max_tokens)
         for token in params.stop_token_ids:
             if token >= self._model.vocab:
-                raise InvalidRequest(f"stop_token_ids: must be below the vocabulary of {self._model.vocab}, got {token}")
-        if params.stop and self._parts.tokenizer is None:
-            raise InvalidRequest("stop: this model has no tokenizer.json; use stop_token_ids")
+                raise InvalidRequest(f"stop_token_ids: must be below the vocabulary {self._model.vocab}, got {token}")
         number = next(self._numbers)
         eos = frozenset() if params.ignore_eos else self._model.eos_token_ids
         resolved = resolve(params, self._model.generation)
         session = Session(
             mailbox=Mailbox(sink, lambda: cancel(number)),
             sampler_state=SamplerState(tokens, resolved, self._model.vocab),
-            text=TextStream(self._parts.tokenizer, params.stop) if self._parts.tokenizer else None,
+            text=TextStream(self._parts.tokenizer, params.stop),
             submitted_at=submitted_at,
         )
         return Sequence(
@@ -72,7 +70,7 @@ class Intake:
             raise InvalidRequest(f"input_ids: must be from 0 to {vocab - 1}, got {low if low < 0 else high}")
         if len(tokens) >= context:
             raise InvalidRequest(
-                f"prompt: has {len(tokens)} tokens, the context of {context} leaves room for {context - 1} and an answer"
+                f"prompt: has {len(tokens)} tokens, the context of {context} holds {context - 1} and an answer"
             )
         if len(tokens) > self._hbm_tokens:
             raise InvalidRequest(
@@ -88,7 +86,7 @@ class Intake:
         wanted = min(asked, self._parts.context - prompt_count)
         if wanted > room:
             raise InvalidRequest(
-                f"max_tokens: {prompt_count} prompt tokens + {wanted} need a context of {prompt_count + wanted - 1} in HBM, "
+                f"max_tokens: {prompt_count} prompt tokens + {wanted} need {prompt_count + wanted - 1} in HBM, "
                 f"tiers.hbm.bytes holds {self._hbm_tokens}; ask for {room} or fewer"
             )
         return wanted

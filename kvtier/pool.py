@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 
 class SlotPool:
-    """`slot_count` slots with counted holds. A slot is free, held (count > 0) or idle (count 0, kept for its content)."""
+    """`slot_count` slots with counted holds: each is free, held (count > 0) or idle (count 0, kept for its content)."""
 
     def __init__(self, slot_count: int) -> None:
         assert slot_count > 0
@@ -37,7 +37,7 @@ class SlotPool:
             self._holds[slot] += 1
 
     def release(self, slots: Sequence[int]) -> list[int]:
-        """One hold less on each; returns those that nobody holds any more. They stay out of the free list: see `free`."""
+        """One hold less on each; returns those that nobody holds any more. They are idle, not free: see `free`."""
         idle = []
         for slot in slots:
             assert self._holds[slot] > 0, f"slot {slot} released more often than held"

@@ -1,4 +1,4 @@
-"""The words of the door: what a caller asks (`Request`, `SamplingParams`) and what it gets (`TokenEvent`, `Completion`).
+"""The words of the door: what a caller asks (`Request`, `SamplingParams`) and gets (`TokenEvent`, `Completion`).
 
 Values only; every one validates itself when made, so no later floor sees an impossible request. Knows no tokenizer,
 tier or tensor.
@@ -51,9 +51,8 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
+        stop: object = self.stop
+        object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         _whole("max_tokens", self.max_tokens, 1, 2**31 - 1)
         _number("temperature", self.temperature, 0.0, 100.0)
@@ -121,7 +120,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """One step's news of a request. The last event, and only it, has `finish_reason`; its `usage` may be None on error."""
+    """One step's news of a request. Only the last event has `finish_reason`; its `usage` is None on error."""
 
     text: str
     token_ids: tuple[int, ...]

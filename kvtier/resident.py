@@ -1,7 +1,7 @@
 """The books of HBM as one thing: slots with holds (`SlotPool`) and sealed blocks by content (`PrefixIndex`).
 
-Owned by the store, single-threaded. A slot is held by sequences, arrivals and writes in flight; when the last hold goes,
-a sealed block stays as an eviction candidate and an unsealed one is freed. Moves no bytes.
+Owned by the store, single-threaded. A slot is held by sequences, arrivals and writes in flight; when the last hold
+goes, a sealed block stays as an eviction candidate and an unsealed one is freed. Moves no bytes.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from collections.abc import Sequence as Parts
 import torch
 
 from kvtier.batch import build_batch
-from kvtier.models import Decoder
+from kvtier.models.decoder import Decoder
 from kvtier.sampler import Sampler, SampleRow
 from kvtier.sequence import ScheduledSequence, Sequence
 

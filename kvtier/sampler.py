@@ -8,7 +8,6 @@ sees another row. Knows no sequences, text or stop conditions. Called by the eng
 from __future__ import annotations
 
 import hashlib
-import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,8 +17,10 @@ import torch
 from kvtier.models.config import GenerationDefaults
 from kvtier.request import SamplingParams
 
-_CANDIDATES = 512
-"""Most likely tokens looked at first for top-p, before all of them are."""
+_GREEDY_BELOW = 1e-5
+"""Temperatures below it are greedy."""
+_FLOORS = (1e-3, 1e-5, 0.0)
+"""Weights, of the likeliest token's, above which top-p looks for its tokens first: sorting few is cheap."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class ResolvedSampling:
     @property
     def greedy(self) -> bool:
         """The likeliest token is taken (after penalties)."""
-        return self.temperature == 0.0 or self.top_k == 1
+        return self.temperature < _GREEDY_BELOW or self.top_k == 1
 
     @property
     def plain(self) -> bool:
@@ -144,7 +145,8 @@ class Sampler:
     def sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int]:
         """Choose a token for each of `rows` from `logits` (fp32 `[row, vocab]`, any device; not changed).
 
-        Of equal logits a greedy row takes the lowest id. The states are only read: `observe` what is kept. A row without any finite logit, or with NaN, is a bug: AssertionError.
+        Of equal logits a greedy row takes the lowest id. The states are only read: `observe` what is kept. A row with
+        NaN or +inf, or with nothing finite, is a bug: AssertionError. A token of logit -inf is never chosen.
         """
         assert logits.dim() == 2 and len(logits) == len(rows), (logits.shape, len(rows))
         plain = [i for i, row in enumerate(rows) if row.state.resolved.plain]
@@ -176,39 +178,40 @@ def _choose(row: torch.Tensor, state: SamplerState, output_index: int) -> int:
     best = _best(row[None])[0]
     if resolved.greedy:
         return best
-    scaled = (row.double() - float(row[best])) / resolved.temperature
-    weights = scaled.exp_()  # the likeliest token has weight 1
+    weights = row.sub_(row[best].clone()).div_(resolved.temperature).exp_()  # the likeliest token has weight 1
     if resolved.min_p > 0.0:
         weights[weights < resolved.min_p] = 0.0
     if 0 < resolved.top_k < len(weights):
-        threshold = weights.topk(resolved.top_k).values[-1]
-        weights[weights < threshold] = 0.0
+        weights[weights < weights.topk(resolved.top_k).values[-1]] = 0.0
     number = uniform(resolved.seed, output_index)
     if resolved.top_p >= 1.0:
-        return _draw(weights.cumsum(0), number)
+        return _draw(weights, number)
     kept, ids = _nucleus(weights, resolved.top_p)
-    return int(ids[_draw(kept.cumsum(0), number)])
+    return int(ids[_draw(kept, number)])
 
 
 def _nucleus(weights: torch.Tensor, top_p: float) -> tuple[torch.Tensor, torch.Tensor]:
     """The likeliest tokens, as few as reach `top_p` of the sum: `(weights, ids)`, likeliest first, then by id."""
-    total = float(weights.cumsum(0)[-1])
-    ids = torch.arange(len(weights))
-    if len(weights) > _CANDIDATES:
-        few = torch.nonzero(weights >= weights.topk(_CANDIDATES).values[-1])[:, 0]
-        if float(weights[few].cumsum(0)[-1]) >= top_p * total * (1 + 1e-9):
-            ids = few
-    order = weights[ids].argsort(descending=True, stable=True)
-    ids = ids[order]
-    ordered = weights[ids]
-    count = int(torch.searchsorted(ordered.cumsum(0), top_p * total)) + 1
-    return ordered[:count], ids[:count]
+    wanted = top_p * float(_sums(weights)[-1])
+    for floor in _FLOORS:
+        ids = torch.nonzero(weights > floor)[:, 0]
+        likely = weights[ids]
+        if floor == 0.0 or float(_sums(likely)[-1]) > wanted * (1 + 1e-9):
+            break
+    order = likely.argsort(descending=True, stable=True)
+    likely, ids = likely[order], ids[order]
+    count = int(torch.searchsorted(_sums(likely), wanted)) + 1
+    return likely[:count], ids[:count]
 
 
-def _draw(sums: torch.Tensor, number: float) -> int:
-    """The index whose share of the running sums holds `number` of [0, 1); an index without weight has no share."""
-    total = sums[-1]
-    index = int(torch.searchsorted(sums, number * total, right=True))
-    last = int(torch.searchsorted(sums, total))  # rounding must not lead past the last share
-    assert math.isfinite(float(total)), "weights do not add up"
+def _draw(weights: torch.Tensor, number: float) -> int:
+    """The index whose share of the weights holds `number` of [0, 1); an index without weight has no share."""
+    sums = _sums(weights)
+    index = int(torch.searchsorted(sums, number * sums[-1], right=True))
+    last = int(torch.searchsorted(sums, sums[-1]))  # rounding must not lead past the last share
     return min(index, last)
+
+
+def _sums(weights: torch.Tensor) -> torch.Tensor:
+    """Running sums in fp64, added in order."""
+    return weights.cumsum(0, dtype=torch.float64)

@@ -77,9 +77,9 @@ class Scheduler:
         for sequence in decoding + prefilling:
             if budget > 0 and sequence.state is SequenceState.RUNNING:
                 budget -= self._plan(sequence, budget, plan, now)
-        while budget > 0 and (sequence := self._admit(now)) is not None:
-            if sequence.state is SequenceState.RUNNING:
-                budget -= self._plan(sequence, budget, plan, now)
+        while budget > 0 and (admitted := self._admit(now)) is not None:
+            if admitted.state is SequenceState.RUNNING:
+                budget -= self._plan(admitted, budget, plan, now)
         return list(plan.values())
 
     def commit(self, part: ScheduledSequence, token: int | None, now: float) -> FinishReason | None:
@@ -138,7 +138,7 @@ class Scheduler:
         return count
 
     def _grow(self, sequence: Sequence, count: int, plan: dict[int, ScheduledSequence], now: float) -> int:
-        """Make room for `count` more tokens, or for as many as there is room for; 0 if it must wait or was preempted."""
+        """Make room for `count` more tokens, or as many as there is room for; 0 if it must wait or was preempted."""
         layout, table, store = self._store.layout, sequence.table, self._store
         while True:
             spare_tokens = len(table.slots) * self._block_tokens - sequence.computed_count

@@ -14,7 +14,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from kvtier.block import BlockHash, Tier
 from kvtier.breaker import Breaker
@@ -78,9 +77,9 @@ class Shelf:
         directory: Directory,
         engine: IoEngine,
         limits: ShelfLimits,
-        close_books: Callable[[float], None] | None = None,
+        close_files: Callable[[float, int], None],
     ) -> None:
-        """`close_books(deadline_s)` closes what belongs to the shelf besides slab and engine, after the last I/O."""
+        """`close_files(deadline_s, stuck)` closes slab and books, whose descriptors `stuck` transfers may still use."""
         self.tier = tier
         self.slot_count = slab.slot_count
         self.row_bytes = form.row_bytes
@@ -90,13 +89,14 @@ class Shelf:
         self._directory = directory
         self._engine = engine
         self._limits = limits
-        self._close_books = close_books
+        self._close_files = close_files
         self._tickets = itertools.count(1)
         self._flights: dict[int, _Flight] = {}
         self._writing: set[BlockHash] = set()
         self._waiting: deque[tuple[int, ReadItem]] = deque()
         self._breakers = {
-            operation: Breaker(limits.failures_max, limits.pause_s) for operation in (ShelfOperation.READ, ShelfOperation.WRITE)
+            operation: Breaker(limits.failures_max, limits.pause_s)
+            for operation in (ShelfOperation.READ, ShelfOperation.WRITE)
         }
         self._pages = {operation: AlignedPages(limits.in_flight_max) for operation in ShelfOperation}
         self._counts: Counter[str] = Counter()
@@ -157,9 +157,11 @@ class Shelf:
         tickets: list[int | None] = []
         for item in items:
             assert item.target.nbytes == self.row_bytes, item.target.nbytes
-            if self._closed or len(self._waiting) >= self._limits.waiting_max:
-                tickets.append(None)
-            elif self._breakers[ShelfOperation.READ].allow(1, self._now) == 0:
+            if (
+                self._closed
+                or len(self._waiting) >= self._limits.waiting_max
+                or self._breakers[ShelfOperation.READ].allow(1, self._now) == 0
+            ):
                 tickets.append(None)
             else:
                 ticket = next(self._tickets)
@@ -241,11 +243,8 @@ class Shelf:
         self._waiting.clear()
         stuck = self._engine.close(deadline_s)
         self.poll(time.monotonic())
-        if self._close_books is not None:
-            self._close_books(max(0.0, end - time.monotonic()))
-        if stuck == 0:
-            self._slab.close()
-        else:
+        self._close_files(max(0.0, end - time.monotonic()), stuck)
+        if stuck:
             log.warning("%s shelf closed with %d transfers stuck", self.tier.value, stuck)
 
     def _write_request(self, ticket: int, item: WriteItem, grant: Grant, tenant: bytes) -> IoRequest:

@@ -30,6 +30,11 @@ class PagedSequences:
 
     def run(self, chunks: Sequence[tuple[int, Sequence[int]]]) -> list[torch.Tensor]:
         """One pass over (sequence, its next tokens), in this order; returns logits [token, vocab] of each chunk."""
+        counts = [len(tokens) for _, tokens in chunks]
+        return list(torch.split(self.forward(chunks, torch.arange(sum(counts))), counts))
+
+    def forward(self, chunks: Sequence[tuple[int, Sequence[int]]], logits_rows: torch.Tensor) -> torch.Tensor:
+        """The same, for the logits [row, vocab] of `logits_rows` (indices into the pass's tokens) only."""
         size = self._decoder.layout.block_tokens
         positions: list[int] = []
         rows: list[int] = []
@@ -53,5 +58,4 @@ class PagedSequences:
         )
         token_ids = torch.tensor([token for _, tokens in chunks for token in tokens])
         with torch.inference_mode():
-            logits = self._decoder.forward(token_ids, torch.tensor(positions), batch, torch.arange(len(positions)))
-        return list(torch.split(logits, counts))
+            return self._decoder.forward(token_ids, torch.tensor(positions), batch, logits_rows)

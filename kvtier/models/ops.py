@@ -1,24 +1,33 @@
-"""The decoder's operations outside attention, native or torch.
+"""The decoder's small operations outside attention, native or torch.
 
-Owns row independence outside attention: in fp32 the bits of a row never depend on which rows it is computed with.
-Knows nothing of sequences or the KV cache. Called by the decoder on the engine thread.
+Owns row independence: in fp32 the bits of a row never depend on which rows it is computed with. Knows nothing of
+sequences or the KV cache. Called by the decoder on the engine thread; CPU tensors only.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
 
 from kvtier.attention import AttentionBackend
 
+if TYPE_CHECKING:
+    from kvtier import _native
+
 LINEAR_ROWS = 16
 """Rows of every fp32 product in torch: its kernels, and so a row's bits, depend on how many rows there are."""
 
+VECTOR_ELEMENTS = 32
+"""torch computes the last elements of a stretch, fewer than this, with other code and so other bits."""
+
+SERIAL_ELEMENTS = 1 << 14
+"""torch cuts longer stretches into pieces, one for each thread."""
+
 
 class Ops(Protocol):
-    """Norms, rotary embedding and gated activation over `[token, ...]` tensors on the CPU.
+    """Norms, rotary embedding, gated activation and linear layers over `[token, ...]` tensors.
 
     MUST: a row's result depends on that row alone, bit for bit in fp32. Sums are fp32 whatever the dtypes.
     """
@@ -28,7 +37,8 @@ class Ops(Protocol):
     def rmsnorm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, out_dtype: torch.dtype) -> torch.Tensor:
         """x `[..., dim]` times rsqrt(mean(x^2) + eps), rounded to `out_dtype`, then times weight `[dim]`; a new tensor.
 
-        x may be strided over its leading dimensions (a view into a fused projection); dim is contiguous.
+        x is `[token, dim]` or `[token, head, dim]`, perhaps a view into a fused projection, with dim contiguous.
+        weight has `out_dtype`.
         """
 
     def add_rmsnorm(
@@ -51,6 +61,12 @@ class Ops(Protocol):
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x `[token, in]` times the transpose of weight `[out, in]`, then plus bias `[out]`; all of one dtype."""
+
+
+def make_ops(backend: AttentionBackend) -> Ops:
+    """The small operations that go with an attention backend: a native one lends its kernels and threads."""
+    kernels = getattr(backend, "kernels", None)
+    return TorchOps() if kernels is None else NativeOps(kernels)
 
 
 class TorchOps:
@@ -77,19 +93,81 @@ class TorchOps:
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
-        return (F.silu(gate.float()) * up.float()).to(gate_up.dtype)
+        inter = gate.shape[1]
+        silu = F.pad(gate.float(), (0, -inter % VECTOR_ELEMENTS))
+        for stretch in silu.view(-1).split(SERIAL_ELEMENTS):
+            F.silu(stretch, inplace=True)
+        return (silu[:, :inter] * up.float()).to(gate_up.dtype)
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if x.dtype == torch.float32:
-            count = x.shape[0]
-            padded = F.pad(x, (0, 0, 0, -count % LINEAR_ROWS))
-            out = torch.cat([F.linear(tile, weight) for tile in padded.split(LINEAR_ROWS)])[:count]
+            tokens = x.shape[0]
+            padded = F.pad(x, (0, 0, 0, -tokens % LINEAR_ROWS))
+            out = torch.cat([F.linear(tile, weight) for tile in padded.split(LINEAR_ROWS)])[:tokens]
         else:
             out = F.linear(x, weight)
         return out if bias is None else out.add_(bias)
 
 
-def make_ops(backend: AttentionBackend) -> Ops:
-    """The small operations that go with an attention backend (a native one lends its kernels and threads)."""
-    return TorchOps()
+class NativeOps:
+    """`Ops` through the kernels of `kvtier._native`; in 16 bit, linear layers stay torch's, which are faster."""
 
+    name = "native"
+
+    def __init__(self, kernels: _native.Kernels) -> None:
+        from kvtier.attention.native import TYPES
+
+        self.kernels = kernels
+        self._types = TYPES
+
+    def rmsnorm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, out_dtype: torch.dtype) -> torch.Tensor:
+        out = torch.empty(x.shape, dtype=out_dtype)
+        assert x.stride(-1) == 1 and weight.is_contiguous() and weight.dtype == out_dtype and x.dim() in (2, 3)
+        outer, inner = (x.shape[0], 1) if x.dim() == 2 else x.shape[:2]
+        outer_stride, inner_stride = (x.stride(0), 0) if x.dim() == 2 else x.stride()[:2]
+        self.kernels.rmsnorm(
+            *(self._types[x.dtype], x.data_ptr(), outer, inner, outer_stride, inner_stride),
+            *(self._types[out_dtype], weight.data_ptr(), out.data_ptr(), x.shape[-1], eps),
+        )
+        return out
+
+    def add_rmsnorm(
+        self, residual: torch.Tensor, update: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert residual.is_contiguous() and update.is_contiguous() and weight.is_contiguous()
+        assert residual.shape == update.shape and weight.dtype == update.dtype
+        out = torch.empty_like(update)
+        self.kernels.add_rmsnorm(
+            *(self._types[residual.dtype], residual.data_ptr(), self._types[update.dtype], update.data_ptr()),
+            *(weight.data_ptr(), out.data_ptr(), *update.shape, eps),
+        )
+        return residual, out
+
+    def rope(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        assert cos.is_contiguous() and sin.is_contiguous() and cos.dtype == sin.dtype == torch.float32
+        for x in (q, k):
+            assert x.stride(2) == 1 and cos.shape == sin.shape == (x.shape[0], x.shape[2] // 2)
+            self.kernels.rope(
+                *(self._types[x.dtype], x.data_ptr(), *x.shape, *x.stride()[:2]), *(cos.data_ptr(), sin.data_ptr())
+            )
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        tokens, inter = gate_up.shape[0], gate_up.shape[1] // 2
+        assert gate_up.stride(1) == 1
+        out = torch.empty(tokens, inter, dtype=gate_up.dtype)
+        kind = self._types[gate_up.dtype]
+        self.kernels.silu_mul(kind, gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), tokens, inter)
+        return out
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if x.dtype != torch.float32:
+            out = F.linear(x, weight)
+            return out if bias is None else out.add_(bias)
+        assert weight.dtype == x.dtype and weight.is_contiguous() and x.stride(1) == 1
+        assert bias is None or (bias.dtype == x.dtype and bias.is_contiguous())
+        out = torch.empty(x.shape[0], weight.shape[0])
+        self.kernels.linear(
+            *(x.data_ptr(), x.stride(0), weight.data_ptr(), 0 if bias is None else bias.data_ptr()),
+            *(out.data_ptr(), x.shape[0], x.shape[1], weight.shape[0]),
+        )
+        return out

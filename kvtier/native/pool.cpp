@@ -49,7 +49,7 @@ Pool::~Pool() {
     for (auto& worker : workers_) worker.join();
 }
 
-void Pool::run(int tasks, std::size_t scratch_floats, TaskBody body, void* context) {
+void Pool::run(int tasks, std::size_t scratch_floats, TaskBody body, const void* context) {
     if (getpid() != owner_) throw std::runtime_error("kvtier kernels cannot be used after fork()");
     if (tasks <= 0) return;
     if (scratch_floats > scratch_floats_) {
@@ -121,7 +121,7 @@ bool Pool::wait_for_job(std::uint64_t last) {
     return !stop_.load();
 }
 
-void run_tasks(Pool& pool, int tasks, std::size_t scratch_floats, TaskBody body, void* context) {
+void run_tasks(Pool& pool, int tasks, std::size_t scratch_floats, TaskBody body, const void* context) {
     pool.run(tasks, scratch_floats, body, context);
 }
 

@@ -29,7 +29,7 @@ class Pool {
 
     int threads() const { return int(workers_.size()) + 1; }
 
-    void run(int tasks, std::size_t scratch_floats, TaskBody body, void* context);  // see tasks.hpp
+    void run(int tasks, std::size_t scratch_floats, TaskBody body, const void* context);  // see tasks.hpp
 
   private:
     void work_loop(int worker);
@@ -42,7 +42,7 @@ class Pool {
     pid_t owner_;
 
     TaskBody body_ = nullptr;
-    void* context_ = nullptr;
+    const void* context_ = nullptr;
     int tasks_ = 0;
     std::fenv_t environment_{};  // the caller's rounding and denormal modes, so that bits do not depend on the thread
 

@@ -7,16 +7,16 @@
 namespace kvtier {
 
 class Pool;
-using TaskBody = void (*)(void* context, int task, float* scratch);
+using TaskBody = void (*)(const void* context, int task, float* scratch);
 
 // Calls body(context, task, scratch) for every task below `tasks`, in any order, on any thread, and returns when all are
 // done. `scratch` is 64-byte aligned, private to the thread during the call, and at least `scratch_floats` long.
-void run_tasks(Pool& pool, int tasks, std::size_t scratch_floats, TaskBody body, void* context);
+void run_tasks(Pool& pool, int tasks, std::size_t scratch_floats, TaskBody body, const void* context);
 
 template <class Lambda>
-void run_tasks(Pool& pool, int tasks, std::size_t scratch_floats, Lambda& lambda) {
-    const TaskBody body = [](void* context, int task, float* scratch) {
-        (*static_cast<Lambda*>(context))(task, scratch);
+void run_tasks(Pool& pool, int tasks, std::size_t scratch_floats, const Lambda& lambda) {
+    const TaskBody body = [](const void* context, int task, float* scratch) {
+        (*static_cast<const Lambda*>(context))(task, scratch);
     };
     run_tasks(pool, tasks, scratch_floats, body, &lambda);
 }

@@ -64,7 +64,7 @@ class Slab:
         return memoryview(self.mapping)[start : start + self.slot_bytes - HEADER_BYTES]
 
     def close(self) -> None:
-        """Close the descriptor; a mapping goes with its last view. No I/O may be in flight."""
+        """Close the descriptor; a mapping goes with its last view. No I/O may use either any more."""
         self.mapping = None
         os.close(self.descriptor)
 

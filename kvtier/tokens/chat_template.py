@@ -101,7 +101,7 @@ class ChatTemplate:
             raise InvalidRequest(f"chat: the template fails on the messages: {type(error).__name__}: {error}") from None
 
 
-def checked_messages(messages: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
+def checked_messages(messages: object) -> list[dict[str, object]]:
     """Copy a conversation into plain data: keys with None left out, lists of text parts joined by newlines.
 
     Raises InvalidRequest naming the message unless each is an object with a text `role` and a text `content` (which

@@ -107,7 +107,7 @@ def encode_prompt(tokenizer: Tokenizer | None, prompt: str | list[int] | list[di
     if isinstance(prompt, str):
         ids = _required(tokenizer).encode(prompt)
     elif prompt and isinstance(prompt[0], Mapping):
-        ids = _required(tokenizer).encode_chat(prompt)  # type: ignore[arg-type]
+        ids = _required(tokenizer).encode_chat(prompt)
     else:
         for position, token in enumerate(prompt):
             if isinstance(token, bool) or not isinstance(token, int):
@@ -159,7 +159,7 @@ def _set_template(inner: tokenizers.Tokenizer, config: Mapping[str, object], spe
     ids = {text: token_id for text in texts.values() if (token_id := inner.token_to_id(text)) is not None}
     before = [text for name, text in texts.items() if name == "bos_token" and text in ids]
     after = [text for name, text in texts.items() if name == "eos_token" and text in ids]
-    inner.post_processor = TemplateProcessing(single=[*before, "$A", *after], special_tokens=list(ids.items()))  # type: ignore[assignment]
+    inner.post_processor = TemplateProcessing(single=[*before, "$A", *after], special_tokens=list(ids.items()))
 
 
 def _content(value: object) -> str | None:

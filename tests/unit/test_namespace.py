@@ -13,7 +13,9 @@ LAYOUT = KVLayout(2, 2, 32, 16, "float32")
 ARCHITECTURE = {"family": "llama", "layers": 2, "heads": 4, "rope": {"type": "default", "theta": 1e4}}
 
 
-def hashes(namespace: bytes, tokens: list[int], salt: str = "", adapter: str = "", block_tokens: int = 4) -> list[bytes]:
+def hashes(
+    namespace: bytes, tokens: list[int], salt: str = "", adapter: str = "", block_tokens: int = 4
+) -> list[bytes]:
     found: list[bytes] = []
     HashChain(namespace, block_tokens, salt, adapter).extend(found, tokens)
     return found

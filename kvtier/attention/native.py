@@ -1,0 +1,76 @@
+"""Attention on the CPU through the C++ kernels of `kvtier._native`, one call a layer.
+
+Owns the kernels and their threads, which the decoder's small operations share (models/ops.py). Hands over addresses and
+strides only. Not usable after fork(): the threads stay behind, and the kernels then raise RuntimeError.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvtier import _native
+from kvtier.attention.base import AttentionBatch
+from kvtier.block import KVLayout
+
+TYPES = {
+    torch.float32: _native.Type.float32,
+    torch.bfloat16: _native.Type.bfloat16,
+    torch.float16: _native.Type.float16,
+}
+
+
+class NativeAttention:
+    """`AttentionBackend` in C++. Bits do not depend on `threads`; they may differ between ISAs.
+
+    `isa`: "auto", or one of `_native.supported_isas()`; ValueError if this CPU lacks it.
+    """
+
+    name = "native"
+
+    def __init__(self, threads: int, isa: str = "auto") -> None:
+        self.kernels = _native.Kernels(threads, isa)
+
+    def append(self, k: torch.Tensor, v: torch.Tensor, batch: AttentionBatch, layout: KVLayout, layer: int) -> None:
+        assert k.shape == v.shape == (len(batch.append_rows), layout.kv_heads, layout.head_dim)
+        assert k.stride(2) == v.stride(2) == 1 and k.dtype == v.dtype
+        self.kernels.append(
+            _rows(layout, layer, k.dtype),
+            *(k.data_ptr(), v.data_ptr()),
+            *(*k.stride()[:2], *v.stride()[:2]),
+            *(batch.append_rows.data_ptr(), batch.append_offsets.data_ptr(), len(k)),
+        )
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        batch: AttentionBatch,
+        layout: KVLayout,
+        layer: int,
+        scale: float,
+        window: int | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens, heads, dim = q.shape
+        assert dim == layout.head_dim and heads % layout.kv_heads == 0 and q.stride(2) == 1
+        assert window is None or window > 0
+        out = torch.empty(q.shape, dtype=q.dtype)
+        lse = torch.empty(tokens, heads)
+        self.kernels.attend(
+            _rows(layout, layer),
+            *(TYPES[q.dtype], q.data_ptr(), *q.stride()[:2]),
+            *(out.data_ptr(), lse.data_ptr()),
+            *(batch.tables.data_ptr(), batch.tables.stride(0)),
+            *(batch.query_starts.data_ptr(), batch.lengths.data_ptr(), len(batch.lengths)),
+            *(heads, scale, window or 0),
+        )
+        return out, lse
+
+
+def _rows(layout: KVLayout, layer: int, dtype: torch.dtype | None = None) -> _native.Rows:
+    """What the kernels need to know of a layer's slice; asserts that `dtype` is the layout's."""
+    kind = getattr(_native.Type, layout.dtype)
+    assert dtype is None or TYPES[dtype] == kind
+    return _native.Rows(
+        kind,
+        *(layout.kv_heads, layout.head_dim, layout.block_tokens),
+        *(layer * layout.slice_bytes, layout.value_offset, layout.head_bytes),
+    )

@@ -1,0 +1,200 @@
+"""The cache directory on disk: made private, locked by one engine, with one folder per row layout.
+
+Owns modes, ownership checks, the lock and the byte budget over all layouts; knows nothing of slabs or journals beyond
+their sizes. Every path below it is opened through its descriptor and never through a symlink. Used by shelves.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import stat
+import struct
+import time
+import weakref
+from pathlib import Path
+
+from kvtier.block import KVLayout
+from kvtier.errors import ShelfError
+from kvtier.namespace import FORMAT_VERSION
+from kvtier.tiers.header import HEADER_VERSION
+from kvtier.tiers.slab import check_private
+
+LOCK_NAME = "keeper.lock"
+LOCK_PAUSE_S = 0.02
+
+_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_FLOCK = struct.Struct("hhqqi4x")
+"""struct flock of Linux on 64 bits: type, whence, start, length, pid."""
+
+
+class CacheDirectory:
+    """An open cache directory that this engine alone may use until `close`."""
+
+    def __init__(self, path: Path, wait_s: float) -> None:
+        """Make or open `path` and lock it, waiting up to `wait_s` for another engine. ShelfError says what is wrong."""
+        self._descriptors: list[int] = []
+        end = time.monotonic() + wait_s
+        try:
+            self._top = self.hold(_open_private_folder(path))
+            self._lock = self.hold(self._open_lock())
+            if not lock_exclusively(self._lock, end):
+                raise ShelfError(
+                    f"cache directory {path} is in use by another engine; waited {wait_s:g} s. "
+                    "Stop that engine or give this one another tiers.nvme.path"
+                )
+            if not self._lock_is_current():
+                raise ShelfError(f"cache directory {path}: {LOCK_NAME} was replaced while it was being locked")
+        except OSError as error:
+            self.close()
+            raise ShelfError(f"cache directory {path} cannot be used: {error.strerror}") from None
+        except ShelfError:
+            self.close()
+            raise
+        _close_in_children(self)
+
+    def hold(self, descriptor: int) -> int:
+        """Close `descriptor` with the directory, and in any forked child; returns it."""
+        self._descriptors.append(descriptor)
+        return descriptor
+
+    def layout_folder(self, layout: KVLayout) -> int:
+        """Descriptor of the layout's own folder, made if it is not there. ShelfError if it cannot be."""
+        name = layout_name(layout)
+        try:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(name, 0o700, dir_fd=self._top)
+            folder = self.hold(os.open(name, _FOLDER_FLAGS, dir_fd=self._top))
+            _check_owner(os.fstat(folder), name)
+            os.fchmod(folder, 0o700)
+            return folder
+        except OSError as error:
+            raise ShelfError(f"layout folder {name} of the cache directory cannot be used: {error.strerror}") from None
+
+    def other_bytes(self, layout: KVLayout) -> int:
+        """Bytes that all other layouts take on this directory's budget."""
+        own = layout_name(layout)
+        return sum(_folder_bytes(self._top, name) for name in os.listdir(self._top) if name != own)
+
+    def close(self) -> None:
+        """Close every descriptor, the lock after all that it guards; no I/O may use them any more."""
+        while self._descriptors:
+            os.close(self._descriptors.pop())
+
+    def _open_lock(self) -> int:
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(LOCK_NAME, flags, 0o600, dir_fd=self._top)
+        try:
+            check_private(descriptor, LOCK_NAME)
+        except ShelfError:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    def _lock_is_current(self) -> bool:
+        try:
+            named = os.stat(LOCK_NAME, dir_fd=self._top, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(named, os.fstat(self._lock))
+
+
+def layout_name(layout: KVLayout) -> str:
+    """Folder name of a row layout: a digest of its geometry and of the format versions."""
+    geometry = [layout.layers, layout.kv_heads, layout.head_dim, layout.block_tokens, layout.dtype]
+    return hashlib.sha256(json.dumps([geometry, FORMAT_VERSION, HEADER_VERSION]).encode()).hexdigest()[:32]
+
+
+def lock_exclusively(descriptor: int, end: float) -> bool:
+    """Take an exclusive OFD lock on a file's first byte, trying until the monotonic time `end`; whether it was got.
+
+    It is held until the last descriptor of this open file is closed and its last I/O has landed.
+    """
+    request = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0)
+    while True:
+        try:
+            fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, request)
+            return True
+        except (BlockingIOError, PermissionError):
+            if time.monotonic() >= end:
+                return False
+            time.sleep(LOCK_PAUSE_S)
+
+
+def free_disk_bytes(path: Path) -> int:
+    """Bytes that a cache directory at `path` may take: what is free on its disk and what it has already."""
+    existing = path
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    disk = os.statvfs(existing)
+    used = 0
+    if path.is_dir():
+        top = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            used = sum(_folder_bytes(top, name) for name in os.listdir(top))
+        finally:
+            os.close(top)
+    return disk.f_bavail * disk.f_frsize + used
+
+
+def _open_private_folder(path: Path) -> int:
+    """Descriptor of the directory, 0700 and ours; parents that are missing are made 0700 too."""
+    made = False
+    for folder in [*reversed(path.absolute().parents), path.absolute()]:
+        if not folder.exists() and not folder.is_symlink():
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(folder, 0o700)
+                os.chmod(folder, 0o700)
+                made = True
+    try:
+        descriptor = os.open(path, _FOLDER_FLAGS)
+    except OSError as error:
+        raise ShelfError(f"cache directory {path} cannot be opened: {error.strerror} (symlinks are refused)") from None
+    try:
+        status = os.fstat(descriptor)
+        _check_owner(status, str(path))
+        if stat.S_IMODE(status.st_mode) != 0o700 and not made:
+            names = set(os.listdir(descriptor))
+            if status.st_mode & stat.S_ISVTX or (names and LOCK_NAME not in names):
+                raise ShelfError(
+                    f"cache directory {path} has mode {stat.S_IMODE(status.st_mode):04o} and holds other files; "
+                    "give it a directory of its own, or chmod 700 it"
+                )
+        os.fchmod(descriptor, 0o700)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _check_owner(status: os.stat_result, name: str) -> None:
+    if status.st_uid != os.geteuid():
+        raise ShelfError(f"{name} belongs to user {status.st_uid}, this engine runs as user {os.geteuid()}")
+
+
+def _folder_bytes(top: int, name: str) -> int:
+    """Bytes of the plain files in a sub-folder; 0 if it is none."""
+    try:
+        folder = os.open(name, _FOLDER_FLAGS, dir_fd=top)
+    except OSError:
+        return 0
+    try:
+        statuses = [os.stat(file, dir_fd=folder, follow_symlinks=False) for file in os.listdir(folder)]
+        return sum(max(status.st_size, status.st_blocks * 512) for status in statuses if stat.S_ISREG(status.st_mode))
+    finally:
+        os.close(folder)
+
+
+def _close_in_children(directory: CacheDirectory) -> None:
+    """A forked child must not keep the lock of a parent that ends before it."""
+    reference = weakref.ref(directory)
+
+    def close() -> None:
+        opened = reference()
+        if opened is not None:
+            opened.close()
+
+    os.register_at_fork(after_in_child=close)

@@ -1,0 +1,197 @@
+"""One request of the wire into one `Request` and what its responses shall hold.
+
+Owns the meaning of every input besides sampling, and of a request's parameters. Pure; called by model.py's threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvtier.door import values
+from kvtier.door.inputs import INPUTS
+from kvtier.door.sampling import SAMPLING_KEYS, known_sampling_key, sampling_params
+from kvtier.errors import InvalidRequest
+from kvtier.request import SALT_CHARACTERS_MAX, Request, SamplingParams
+
+_TRITON_KEYS = ("priority", "timeout", "sequence_id", "sequence_start", "sequence_end", "headers")
+_TRITON_PREFIX = "triton_"
+
+
+@dataclass(frozen=True, slots=True)
+class DoorLimits:
+    """How big a request may be before anything looks into it, and what of its parameters is not for us."""
+
+    text_bytes_max: int = 16 << 20
+    input_ids_max: int = 4 << 20
+    json_bytes_max: int = 64 << 10
+    """Of `sampling_parameters` and of a JSON list in `stop`."""
+    json_depth_max: int = 16
+    ignored_parameters: tuple[str, ...] = ()
+    """Request parameters to pass over besides Triton's own, such as forwarded HTTP headers."""
+
+
+@dataclass(frozen=True, slots=True)
+class DoorRequest:
+    """A request and how it wants to be answered."""
+
+    request: Request
+    stream: bool = False
+    """False: exactly one response."""
+    echo: str = ""
+    """Text that the first response begins with: the prompt if `exclude_input_in_output` is false, else nothing."""
+    return_finish_reason: bool = False
+    return_num_input_tokens: bool = False
+    return_num_output_tokens: bool = False
+    return_kv_cache_reuse_stats: bool = True
+
+
+def parse_request(
+    fields: Mapping[str, object], parameters: Mapping[str, object], limits: DoorLimits | None = None
+) -> DoorRequest:
+    """Read a request's input tensors (`fields`, as Python values or lists of them) and its request parameters.
+
+    Parameters may hold any input or sampling key, since that is where Triton's generate endpoint puts what config.pbtxt
+    does not declare. `chat` is true (then `text_input` is the user's message, or a JSON list of messages), or is
+    itself a JSON list of messages. The prompt is left out of the answer unless `exclude_input_in_output` is false.
+    Raises InvalidRequest naming field, limit and value.
+    """
+    limits = limits or DoorLimits()
+    named, loose = _sorted(fields, parameters, limits)
+    prompt, echo = _prompt(named, limits)
+    if _flag(named, "exclude_input_in_output", default=True):
+        echo = ""
+    elif not echo:
+        raise InvalidRequest("exclude_input_in_output: false needs plain text_input, without chat or input_ids")
+    request = Request(prompt, _params(named, loose, limits), cache_salt=_salt(named))
+    return DoorRequest(
+        request=request,
+        stream=_flag(named, "stream"),
+        echo=echo,
+        return_finish_reason=_flag(named, "return_finish_reason"),
+        return_num_input_tokens=_flag(named, "return_num_input_tokens"),
+        return_num_output_tokens=_flag(named, "return_num_output_tokens"),
+        return_kv_cache_reuse_stats=_flag(named, "return_kv_cache_reuse_stats", default=True),
+    )
+
+
+def _sorted(
+    fields: Mapping[str, object], parameters: Mapping[str, object], limits: DoorLimits
+) -> tuple[dict[str, object], dict[str, object]]:
+    """All inputs by name wherever they came from, and the sampling keys among the parameters that are no input."""
+    named = {name: value for name, value in fields.items() if value is not None}
+    loose: dict[str, object] = {}
+    for name in named:
+        if name not in INPUTS:
+            raise InvalidRequest(f"input {values.shown(name)}: is unknown")
+    for key, value in parameters.items():
+        if key in _TRITON_KEYS or key.startswith(_TRITON_PREFIX) or key in limits.ignored_parameters:
+            continue
+        if key in INPUTS:
+            if key in named:
+                raise InvalidRequest(f"{key}: given twice, as an input and as a request parameter")
+            if value is not None:
+                named[key] = value
+        elif known_sampling_key(key):
+            loose[key] = value
+        else:
+            known = ", ".join(dict.fromkeys((*INPUTS, *SAMPLING_KEYS)))
+            raise InvalidRequest(f"parameters: unknown key {values.shown(key)}; known are {known}")
+    return named, loose
+
+
+def _prompt(named: Mapping[str, object], limits: DoorLimits) -> tuple[str | list[int] | list[dict[str, object]], str]:
+    """The prompt, and its text where it can be repeated before the answer."""
+    chat, messages = _chat(named, limits)
+    given = [name for name in ("text_input", "input_ids") if name in named]
+    if messages is not None:
+        if given:
+            raise InvalidRequest(f"chat: holds the messages, so {given[0]} must not be given")
+        return messages, ""
+    if len(given) != 1:
+        raise InvalidRequest(f"text_input, input_ids: exactly one must be given, got {' and '.join(given) or 'none'}")
+    if given == ["input_ids"]:
+        if chat:
+            raise InvalidRequest("chat: needs text_input, got input_ids")
+        return _input_ids(named["input_ids"], limits), ""
+    text = values.text("text_input", named["text_input"], limits.text_bytes_max)
+    if not text:
+        raise InvalidRequest("text_input: must not be empty")
+    if not chat:
+        return text, text
+    message: dict[str, object] = {"role": "user", "content": text}
+    return _messages_in("text_input", text, limits) or [message], ""
+
+
+def _chat(named: Mapping[str, object], limits: DoorLimits) -> tuple[bool, list[dict[str, object]] | None]:
+    """`(wrap text_input, None)` or `(False, messages)`."""
+    value = values.single("chat", named.get("chat", False))
+    if isinstance(value, bool):
+        return value, None
+    text = values.text("chat", value, limits.text_bytes_max)
+    if text.strip().lower() in ("true", "false"):
+        return text.strip().lower() == "true", None
+    parsed = values.parse_json("chat", text, limits.json_depth_max)
+    if not isinstance(parsed, list) or not parsed or not all(isinstance(item, dict) for item in parsed):
+        raise InvalidRequest("chat: must be true, false, or a JSON list of messages with role and content")
+    return False, parsed
+
+
+def _messages_in(name: str, text: str, limits: DoorLimits) -> list[dict[str, object]] | None:
+    """The messages if `text` is a JSON list of objects with a role; None if it is a message's own text."""
+    if not text.lstrip().startswith("[") or '"role"' not in text:
+        return None
+    try:
+        parsed = values.parse_json(name, text, limits.json_depth_max)
+    except InvalidRequest:
+        return None
+    if isinstance(parsed, list) and all(isinstance(item, dict) and "role" in item for item in parsed):
+        return parsed
+    return None
+
+
+def _input_ids(value: object, limits: DoorLimits) -> list[int]:
+    ids = values.wholes("input_ids", value, limits.input_ids_max)
+    if not ids:
+        raise InvalidRequest("input_ids: must not be empty")
+    if min(ids) < 0:
+        raise InvalidRequest(f"input_ids: must be 0 or more, got {min(ids)} at position {ids.index(min(ids))}")
+    return ids
+
+
+def _params(named: Mapping[str, object], loose: Mapping[str, object], limits: DoorLimits) -> SamplingParams:
+    given: list[tuple[str, str, object]] = []
+    for name, value in named.items():
+        if name == "stop":
+            given.append(("", name, _stops(value, limits)))
+        elif known_sampling_key(name):
+            given.append(("", name, value))
+    given += [("parameters", key, value) for key, value in loose.items()]
+    if "sampling_parameters" in named:
+        source = values.text("sampling_parameters", named["sampling_parameters"], limits.json_bytes_max)
+        parsed = values.parse_json("sampling_parameters", source, limits.json_depth_max) if source.strip() else {}
+        if not isinstance(parsed, dict):
+            raise InvalidRequest(f"sampling_parameters: must be a JSON object, got {values.shown(parsed)}")
+        given += [("sampling_parameters", key, value) for key, value in parsed.items()]
+    return sampling_params(given)
+
+
+def _stops(value: object, limits: DoorLimits) -> object:
+    """The `stop` input: a text, a list of texts, or one text that is a JSON list of texts."""
+    stops = values.texts("stop", value, limits.json_bytes_max)
+    if len(stops) == 1 and stops[0].startswith("["):
+        try:
+            parsed = values.parse_json("stop", stops[0], limits.json_depth_max)
+        except InvalidRequest:
+            return stops
+        if isinstance(parsed, list) and parsed and all(isinstance(item, str) for item in parsed):
+            return parsed
+    return stops
+
+
+def _salt(named: Mapping[str, object]) -> str:
+    return values.text("cache_salt", named.get("cache_salt", ""), 4 * SALT_CHARACTERS_MAX)
+
+
+def _flag(named: Mapping[str, object], name: str, default: bool = False) -> bool:
+    return values.flag(name, named[name]) if name in named else default

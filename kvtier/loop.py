@@ -1,0 +1,263 @@
+"""The step loop: one thread that runs scheduler, runner and store in turn.
+
+MIND and BODY meet here, through the scheduled plan. `add`, `cancel`, `drain` and `close` may be called from any thread;
+all else runs on the engine thread, and events leave through the outbox. A bug on the engine thread fails every request
+with an error, and the loop refuses new ones from then on.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from kvtier.block import Tier
+from kvtier.errors import InvalidRequest, RequestError, Unavailable
+from kvtier.metrics import Metrics
+from kvtier.models.decoder import NonFiniteError
+from kvtier.outbox import Outbox
+from kvtier.request import FinishReason, TokenEvent
+from kvtier.runner import Runner
+from kvtier.scheduler import Scheduler
+from kvtier.sequence import ScheduledSequence, Sequence
+from kvtier.session import session_of
+from kvtier.store import Store
+
+_log = logging.getLogger(__name__)
+
+PUBLISH_S = 0.1
+DRAIN_S = 60.0
+"""How long a drain tries to copy before it lets go without a copy."""
+IDLE_S = 5.0
+WAIT_S = 1.0
+"""Longest sleeps of the loop with nothing at all, and with something under way, in case a wake is lost."""
+
+
+class Bell:
+    """Wakes the engine thread: rung by intake, cancellations and the shelves' workers."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._rung = False
+
+    def ring(self) -> None:
+        """End the current or next `wait`. Any thread."""
+        with self._condition:
+            self._rung = True
+            self._condition.notify()
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until rung, or for `timeout_s`. Engine thread."""
+        with self._condition:
+            if not self._rung:
+                self._condition.wait(timeout_s)
+            self._rung = False
+
+
+@dataclass(eq=False, slots=True)
+class Drain:
+    """A wish to push a tier down; `done` is set when nothing is left to push, or the loop has ended."""
+
+    tier: Tier
+    deadline: float
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+class EngineLoop:
+    """The engine thread and the queues that lead to it."""
+
+    def __init__(
+        self, store: Store, scheduler: Scheduler, runner: Runner, outbox: Outbox, bell: Bell, metrics: Metrics
+    ) -> None:
+        self._store = store
+        self._scheduler = scheduler
+        self._runner = runner
+        self._outbox = outbox
+        self._bell = bell
+        self._metrics = metrics
+        self._lock = threading.Lock()
+        self._inbox: deque[Sequence] = deque()
+        self._cancels: deque[int] = deque()
+        self._drains: deque[Drain] = deque()
+        self._live: dict[int, Sequence] = {}
+        self._closing = False
+        self._failed = False
+        self._published_at = 0.0
+        self._thread = threading.Thread(target=self._run, name="kvtier-engine", daemon=True)
+
+    # ---- any thread ------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the engine thread."""
+        self._metrics.engine_up.set(1)
+        self._thread.start()
+
+    @property
+    def healthy(self) -> bool:
+        """Requests are taken."""
+        return not (self._failed or self._closing)
+
+    def refuse_if_down(self) -> None:
+        """Raise Unavailable if requests are not taken."""
+        if self._failed:
+            raise Unavailable("the engine has failed and waits to be reloaded")
+        if self._closing:
+            raise Unavailable("the engine is shutting down")
+
+    def add(self, sequence: Sequence, live_max: int) -> None:
+        """Queue a sequence. Raises Unavailable if `live_max` are queued or running already, or the loop is down."""
+        with self._lock:
+            self.refuse_if_down()
+            if len(self._live) >= live_max:
+                raise Unavailable(f"queue: {live_max} requests wait or run already; try again later")
+            self._live[sequence.number] = sequence
+            self._inbox.append(sequence)
+        self._bell.ring()
+
+    def cancel(self, number: int) -> None:
+        """End a request after the pass in flight; unknown or finished ones are passed over."""
+        self._cancels.append(number)
+        self._bell.ring()
+
+    def drain(self, tier: Tier) -> Drain:
+        """Ask for everything that nobody holds in `tier` to be pushed one tier down."""
+        drain = Drain(tier, time.monotonic() + DRAIN_S)
+        with self._lock:
+            self.refuse_if_down()
+            self._drains.append(drain)
+        self._bell.ring()
+        return drain
+
+    def close(self, deadline_s: float) -> bool:
+        """Cancel everything and end the thread; True if it has ended within the deadline."""
+        with self._lock:
+            self._closing = True
+        self._bell.ring()
+        self._thread.join(deadline_s)
+        self._metrics.engine_up.set(0)
+        return not self._thread.is_alive()
+
+    # ---- engine thread ---------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not (self._closing and not self._live):
+                self._step()
+        except Exception as error:  # a bug: this is the one place of the engine where it is caught
+            _log.exception("the engine has failed; it answers UNAVAILABLE until it is reloaded")
+            with self._lock:
+                self._failed = True
+            self._metrics.engine_up.set(0)
+            for sequence in list(self._live.values()):
+                self._metrics.request_failures.add(1, "internal")
+                self._send_final(sequence, TokenEvent("", (), FinishReason.ERROR, None, error))
+        finally:
+            for drain in self._drains:
+                drain.done.set()
+
+    def _step(self) -> None:
+        """One turn: intake, poll, schedule, pass (build, forward, sample, commit, emit), balance."""
+        self._take_in()
+        now = time.monotonic()
+        self._store.poll(now)
+        plan = self._scheduler.schedule(now)
+        for sequence in self._scheduler.take_stalled():
+            self._fail(sequence, Unavailable("HBM is held by transfers that do not end; try again later"))
+        if plan:
+            self._pass(plan)
+        self._balance(now)
+        self._publish(now, idle=not plan)
+        if not plan:
+            self._sleep(now)
+
+    def _take_in(self) -> None:
+        while self._inbox:
+            self._scheduler.add(self._inbox.popleft())
+        while self._cancels:
+            sequence = self._live.get(self._cancels.popleft())
+            if sequence is not None:
+                self._end(sequence, FinishReason.CANCELLED, "")
+        if self._closing:
+            for sequence in list(self._live.values()):
+                self._end(sequence, FinishReason.CANCELLED, "")
+
+    def _pass(self, plan: list[ScheduledSequence]) -> None:
+        try:
+            tokens = self._runner.run(plan)
+        except NonFiniteError as error:
+            self._fail_overflowed(plan, error)
+        else:
+            self._commit(plan, tokens, time.monotonic())
+
+    def _commit(self, plan: list[ScheduledSequence], tokens: list[int], now: float) -> None:
+        sampled = iter(tokens)
+        for part in plan:
+            token = next(sampled) if part.samples else None
+            reason = self._scheduler.commit(part, token, now)
+            if token is None:
+                continue
+            session = session_of(part.sequence)
+            text, reason = session.take(token, reason, now)
+            self._metrics.generated_tokens.add(1)
+            if session.gap_s is None:
+                self._metrics.ttft_seconds.observe(now - session.submitted_at)
+            else:
+                self._metrics.tpot_seconds.observe(session.gap_s)
+            if reason is None:
+                self._outbox.post(part.sequence.number, session.mailbox, TokenEvent(text, (token,)))
+            else:
+                self._end(part.sequence, reason, text, (token,))
+
+    def _end(self, sequence: Sequence, reason: FinishReason, text: str, token_ids: tuple[int, ...] = ()) -> None:
+        self._scheduler.finish(sequence, reason)
+        usage = session_of(sequence).usage(sequence)
+        for origin, count in usage.origin.as_dict().items():
+            self._metrics.prompt_tokens.add(count, origin)
+        self._metrics.requests.add(1, reason.value)
+        self._send_final(sequence, TokenEvent(text, token_ids, reason, usage))
+
+    def _fail(self, sequence: Sequence, error: RequestError) -> None:
+        self._scheduler.finish(sequence, FinishReason.ERROR)
+        self._metrics.requests.add(1, FinishReason.ERROR.value)
+        self._metrics.request_failures.add(1, "unavailable" if isinstance(error, Unavailable) else "invalid")
+        self._send_final(sequence, TokenEvent("", (), FinishReason.ERROR, None, error))
+
+    def _fail_overflowed(self, plan: list[ScheduledSequence], error: NonFiniteError) -> None:
+        """End the sequences whose tokens overflowed; nothing was committed, so the others run their part again."""
+        bounds = list(itertools.accumulate(part.count for part in plan))
+        for index in {bisect.bisect_right(bounds, token) for token in error.tokens}:
+            self._fail(plan[index].sequence, InvalidRequest(str(error)))
+
+    def _send_final(self, sequence: Sequence, event: TokenEvent) -> None:
+        with self._lock:
+            self._live.pop(sequence.number, None)
+        self._outbox.post(sequence.number, session_of(sequence).mailbox, event)
+
+    def _balance(self, now: float) -> None:
+        while self._drains:
+            drain = self._drains[0]
+            if not self._store.drain(drain.tier, give_up=now > drain.deadline or self._closing):
+                return
+            self._drains.popleft()
+            drain.done.set()
+
+    def _publish(self, now: float, idle: bool) -> None:
+        if idle or now - self._published_at >= PUBLISH_S:
+            self._published_at = now
+            metrics = self._metrics
+            metrics.queued_requests.set(self._scheduler.waiting_count)
+            metrics.running_requests.set(self._scheduler.running_count)
+            metrics.preemptions.add(self._scheduler.preemption_count - metrics.preemptions.value())
+            self._store.publish_metrics()
+
+    def _sleep(self, now: float) -> None:
+        """Nothing can run: wait for a request, a completion or a deadline."""
+        if not (self._live or self._drains or self._store.busy):
+            self._bell.wait(IDLE_S)
+            return
+        deadline = self._scheduler.next_deadline()
+        self._bell.wait(WAIT_S if deadline is None else max(0.0, min(deadline - now, WAIT_S)))

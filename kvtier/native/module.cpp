@@ -1,0 +1,169 @@
+// kvtier._native: CPU kernels over raw addresses. The only file that knows Python.
+//
+// Callers (kvtier/attention/native.py, kvtier/models/ops.py) own every tensor behind an address and vouch for its shape.
+// All strides are in elements. Types are 0 fp32, 1 bf16, 2 fp16. Every call releases the GIL; one call at a time for
+// each Kernels object.
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "kernels.hpp"
+#include "plan.hpp"
+#include "pool.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace kvtier {
+namespace {
+
+using Address = std::uintptr_t;
+
+template <class T>
+T* at(Address address) {
+    return reinterpret_cast<T*>(address);
+}
+
+std::vector<const KernelTable*> tables() {
+    std::vector<const KernelTable*> found;
+#ifdef KVTIER_AVX512
+    if (const KernelTable* table = avx512_kernels()) found.push_back(table);
+#endif
+    found.push_back(plain_kernels());
+    return found;
+}
+
+std::vector<std::string> supported_isas() {
+    std::vector<std::string> names;
+    for (const KernelTable* table : tables()) names.emplace_back(table->isa);
+    return names;
+}
+
+const KernelTable& choose(const std::string& isa) {
+    for (const KernelTable* table : tables()) {
+        if (isa == "auto" || isa == table->isa) return *table;
+    }
+    throw std::invalid_argument("no kernels for isa \"" + isa + "\" on this CPU");
+}
+
+void append_rows(const AppendArguments& arguments) {
+    const Rows& rows = arguments.rows;
+    const std::size_t item = rows.type == Type::f32 ? 4 : 2, bytes = item * rows.dim;
+    for (int token = 0; token < arguments.tokens; ++token) {
+        char* plane = reinterpret_cast<char*>(arguments.append_rows[token]) + rows.layer_bytes +
+                      bytes * arguments.append_offsets[token];
+        const char* k = static_cast<const char*>(arguments.k) + item * token * arguments.k_token_stride;
+        const char* v = static_cast<const char*>(arguments.v) + item * token * arguments.v_token_stride;
+        for (int head = 0; head < rows.kv_heads; ++head, plane += rows.head_bytes) {
+            std::memcpy(plane, k + item * head * arguments.k_head_stride, bytes);
+            std::memcpy(plane + rows.value_bytes, v + item * head * arguments.v_head_stride, bytes);
+        }
+    }
+}
+
+// One set of kernels and the threads they run on.
+class Kernels {
+  public:
+    Kernels(int threads, const std::string& isa) : table_(choose(isa)), pool_(threads) {}
+
+    const char* isa() const { return table_.isa; }
+    int threads() const { return pool_.threads(); }
+
+    void append(Rows rows, Address k, Address v, std::int64_t k_token_stride, std::int64_t k_head_stride,
+                std::int64_t v_token_stride, std::int64_t v_head_stride, Address append_rows_, Address append_offsets,
+                int tokens) {
+        append_rows({rows, at<void>(k), at<void>(v), k_token_stride, k_head_stride, v_token_stride, v_head_stride,
+                     at<std::int64_t>(append_rows_), at<std::int32_t>(append_offsets), tokens});
+    }
+
+    void attend(Rows rows, Type q_type, Address q, std::int64_t q_token_stride, std::int64_t q_head_stride, Address out,
+                Address lse, Address tables, std::int64_t table_stride, Address query_starts, Address lengths,
+                int sequences, int heads, float scale, int window) {
+        const AttendArguments arguments{rows, q_type, at<void>(q), q_token_stride, q_head_stride, at<void>(out),
+                                        at<float>(lse), at<std::int64_t>(tables), table_stride,
+                                        at<std::int32_t>(query_starts), at<std::int32_t>(lengths), sequences, heads,
+                                        scale, window};
+        Plan plan(arguments, pool_.threads());
+        table_.attend(pool_, arguments, plan.view());
+    }
+
+    void rmsnorm(Type x_type, Address x, std::int64_t outer, std::int64_t inner, std::int64_t outer_stride,
+                 std::int64_t inner_stride, Type out_type, Address weight, Address out, std::int64_t dim, float eps) {
+        table_.norm(pool_, {x_type, x_type, out_type, at<void>(x), nullptr, at<void>(weight), at<void>(out), outer,
+                            inner, outer_stride, inner_stride, dim, eps});
+    }
+
+    void add_rmsnorm(Type residual_type, Address residual, Type update_type, Address update, Address weight, Address out,
+                     std::int64_t tokens, std::int64_t dim, float eps) {
+        table_.norm(pool_, {residual_type, update_type, update_type, at<void>(residual), at<void>(update),
+                            at<void>(weight), at<void>(out), tokens, 1, dim, 0, dim, eps});
+    }
+
+    void rope(Type type, Address x, std::int64_t tokens, std::int64_t heads, std::int64_t dim,
+              std::int64_t token_stride, std::int64_t head_stride, Address cos, Address sin) {
+        table_.rope(pool_, {type, at<void>(x), tokens, heads, dim, token_stride, head_stride, at<float>(cos),
+                            at<float>(sin)});
+    }
+
+    void silu_mul(Type type, Address gate_up, std::int64_t token_stride, Address out, std::int64_t tokens,
+                  std::int64_t inter) {
+        table_.silu_mul(pool_, {type, at<void>(gate_up), at<void>(out), tokens, inter, token_stride});
+    }
+
+    void linear(Address x, std::int64_t x_stride, Address weight, Address bias, Address out, std::int64_t tokens,
+                std::int64_t in_dim, std::int64_t out_dim) {
+        table_.linear(pool_, {at<float>(x), at<float>(weight), at<float>(bias), at<float>(out), tokens, in_dim, out_dim,
+                              x_stride});
+    }
+
+  private:
+    const KernelTable& table_;
+    Pool pool_;
+};
+
+}  // namespace
+}  // namespace kvtier
+
+NB_MODULE(_native, module) {
+    using namespace kvtier;
+    const auto no_gil = nb::call_guard<nb::gil_scoped_release>();
+
+    module.def("supported_isas", &supported_isas, "What this CPU and this build can run, best first.");
+
+    nb::enum_<Type>(module, "Type").value("float32", Type::f32).value("bfloat16", Type::bf16).value("float16", Type::f16);
+
+    nb::class_<Rows>(module, "Rows", "Geometry of one layer's slice of a row.")
+        .def("__init__",
+             [](Rows* self, Type type, int kv_heads, int dim, int block_tokens, std::int64_t layer_bytes,
+                std::int64_t value_bytes, std::int64_t head_bytes) {
+                 if (dim < 8 || dim > 1024 || dim % 8) throw std::invalid_argument("dim must be 8 to 1024 in steps of 8");
+                 if (kv_heads < 1 || block_tokens < 1) throw std::invalid_argument("kv_heads and block_tokens must be > 0");
+                 new (self) Rows{type, kv_heads, dim, block_tokens, layer_bytes, value_bytes, head_bytes};
+             },
+             "type"_a, "kv_heads"_a, "dim"_a, "block_tokens"_a, "layer_bytes"_a, "value_bytes"_a, "head_bytes"_a);
+
+    nb::class_<Kernels>(module, "Kernels", "Kernels of one ISA and their threads. Not usable after fork().")
+        .def(nb::init<int, const std::string&>(), "threads"_a, "isa"_a = "auto")
+        .def_prop_ro("isa", &Kernels::isa)
+        .def_prop_ro("threads", &Kernels::threads)
+        .def("append", &Kernels::append, no_gil, "rows"_a, "k"_a, "v"_a, "k_token_stride"_a, "k_head_stride"_a,
+             "v_token_stride"_a, "v_head_stride"_a, "append_rows"_a, "append_offsets"_a, "tokens"_a)
+        .def("attend", &Kernels::attend, no_gil, "rows"_a, "q_type"_a, "q"_a, "q_token_stride"_a, "q_head_stride"_a,
+             "out"_a, "lse"_a, "tables"_a, "table_stride"_a, "query_starts"_a, "lengths"_a, "sequences"_a, "heads"_a,
+             "scale"_a, "window"_a)
+        .def("rmsnorm", &Kernels::rmsnorm, no_gil, "x_type"_a, "x"_a, "outer"_a, "inner"_a, "outer_stride"_a,
+             "inner_stride"_a, "out_type"_a, "weight"_a, "out"_a, "dim"_a, "eps"_a)
+        .def("add_rmsnorm", &Kernels::add_rmsnorm, no_gil, "residual_type"_a, "residual"_a, "update_type"_a, "update"_a,
+             "weight"_a, "out"_a, "tokens"_a, "dim"_a, "eps"_a)
+        .def("rope", &Kernels::rope, no_gil, "type"_a, "x"_a, "tokens"_a, "heads"_a, "dim"_a, "token_stride"_a,
+             "head_stride"_a, "cos"_a, "sin"_a)
+        .def("silu_mul", &Kernels::silu_mul, no_gil, "type"_a, "gate_up"_a, "token_stride"_a, "out"_a, "tokens"_a,
+             "inter"_a)
+        .def("linear", &Kernels::linear, no_gil, "x"_a, "x_stride"_a, "weight"_a, "bias"_a, "out"_a, "tokens"_a,
+             "in_dim"_a, "out_dim"_a);
+}
