@@ -15,24 +15,16 @@ from typing import Any
 
 import numpy as np
 
+from kvtier.door import INPUTS
 from kvtier.errors import KvtierError
 
-INPUT_TYPES = {
-    "text_input": "BYTES",
-    "input_ids": "INT32",
-    "stream": "BOOL",
-    "max_tokens": "INT32",
-    "sampling_parameters": "BYTES",
-    "stop": "BYTES",
-    "chat": "BYTES",
-    "cache_salt": "BYTES",
-    "exclude_input_in_output": "BOOL",
-    "return_finish_reason": "BOOL",
-    "return_num_input_tokens": "BOOL",
-    "return_num_output_tokens": "BOOL",
+_NUMPY_TYPES: dict[str, type] = {
+    "BYTES": np.object_,
+    "BOOL": np.bool_,
+    "INT32": np.int32,
+    "UINT64": np.uint64,
+    "FP32": np.float32,
 }
-"""Inputs of our models and their types on the wire."""
-_NUMPY_TYPES: dict[str, type] = {"BYTES": np.object_, "INT32": np.int32, "BOOL": np.bool_}
 
 
 class ServerError(KvtierError):
@@ -90,7 +82,9 @@ class Client:
     ) -> Iterator[Response]:
         """Send one request and yield its responses until the last; closing the iterator cancels the request.
 
-        Values are bool, int, str or lists of int or str. Raises ServerError, also for no answer within `timeout_s`.
+        Names are those of `kvtier.door.INPUTS`; values are bool, int, float, str or lists of int or str. Raises
+        ServerError, also when the answer takes longer than `timeout_s`: a model process that dies leaves its clients
+        waiting, so give one where that matters.
         """
         grpc = self._grpc
         answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
@@ -123,7 +117,7 @@ class Client:
             client.close()
 
     def _tensor(self, name: str, value: object) -> Any:
-        wire_type = INPUT_TYPES[name]
+        wire_type = INPUTS[name].data_type.removeprefix("TYPE_").replace("STRING", "BYTES")
         values = value if isinstance(value, (list, tuple)) else [value]
         encoded = [item.encode() if isinstance(item, str) else item for item in values]
         array: Any = np.array(encoded, dtype=_NUMPY_TYPES[wire_type])

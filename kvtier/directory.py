@@ -201,7 +201,7 @@ class Directory:
                 if self._states[slot] == SlotState.DROPPED:
                     self._release_slot(slot)
                 else:
-                    self._queue.add(slot, self._use(slot))
+                    self._enqueue(slot)
 
     def drop(self, records: Sequence[Record]) -> list[Record]:
         """Hide rows at once, freeing each slot when its last lease ends; returns those that were still there."""
@@ -250,10 +250,10 @@ class Directory:
     def _is(self, slot: int, generation: int, state: SlotState) -> bool:
         return 0 <= slot < self.slot_count and self._generations[slot] == generation and self._states[slot] == state
 
-    def _use(self, slot: int) -> BlockUse:
+    def _enqueue(self, slot: int) -> None:
         use = self._uses[slot]
         assert use is not None, slot
-        return use
+        self._queue.add(slot, use)
 
     def _take(self, slot: int, generation: int, tenant: bytes) -> None:
         self._states[slot] = SlotState.WRITING
@@ -301,5 +301,5 @@ class Directory:
     def _apply_touches(self) -> None:
         for slot in self._touched:
             if slot in self._queue:
-                self._queue.add(slot, self._use(slot))
+                self._enqueue(slot)
         self._touched.clear()

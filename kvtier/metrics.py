@@ -203,9 +203,7 @@ class Metrics:
             "kvtier_dropped_observations_total", "Histogram observations that came too fast to be published"
         )
         self.ttft_seconds = histogram("kvtier_ttft_seconds", "Time from arrival to the first token", TTFT_BUCKETS_S)
-        self.tpot_seconds = histogram(
-            "kvtier_tpot_seconds", "Mean time between the tokens of one request", TPOT_BUCKETS_S
-        )
+        self.tpot_seconds = histogram("kvtier_tpot_seconds", "Time between two tokens of one request", TPOT_BUCKETS_S)
 
     def moved(self, source: Tier, target: Tier, blocks: int, moved_bytes: int) -> None:
         """Count blocks copied from one tier to another: a promotion towards HBM, a demotion away from it."""

@@ -19,7 +19,7 @@ POLL_S = 0.001
 
 
 def scan_headers(slab: Slab, form: RowFormat, engine: IoEngine, in_flight_max: int) -> list[Record]:
-    """Records of all sound headers of this geometry, of whatever namespace. Waits; the engine must be otherwise idle."""
+    """Records of all sound headers of this geometry, of whatever namespace. Waits; the engine must be idle."""
     pages = AlignedPages(in_flight_max)
     taken: dict[int, memoryview] = {}
     found: list[Record] = []

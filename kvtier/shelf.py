@@ -2,7 +2,7 @@
 
 Owns the life of every transfer: reserve, write, publish; find, read, verify. A row is either exactly what its record
 says or a miss; trouble is an outcome, never an exception. Knows neither sequences nor other tiers. All calls come from
-the engine thread and return at once; only `_Flight.pack` and `_Flight.verify` run on the I/O workers.
+the engine thread and return at once.
 """
 
 from __future__ import annotations
@@ -13,17 +13,16 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from kvtier.block import BlockHash, Tier
 from kvtier.breaker import Breaker
 from kvtier.directory import Directory, PublishOutcome
-from kvtier.io.base import IoEngine, IoRequest, IoResult, Operation
+from kvtier.io.base import IoEngine, IoResult
 from kvtier.record import Grant, Lease, Record, tenant_digest
 from kvtier.ticket import ReadItem, ShelfDone, ShelfLimits, ShelfOperation, ShelfOutcome, WriteItem
-from kvtier.tiers.header import RowFormat, Verdict, check_row, pack_header, slice_sums
-from kvtier.tiers.memory import AlignedPages
+from kvtier.tiers.header import RowFormat, Verdict
 from kvtier.tiers.slab import Slab
+from kvtier.transfers import Flight, RowTransfers
 
 __all__ = [
     "Lease",
@@ -41,29 +40,6 @@ log = logging.getLogger(__name__)
 
 SPACE_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 """What the next write would meet as well: the breaker opens at once."""
-
-
-@dataclass(eq=False, slots=True)
-class _Flight:
-    """A transfer in the hands of the I/O engine; `record` is completed by `pack` before a write's result is there."""
-
-    operation: ShelfOperation
-    record: Record
-    page: memoryview
-    row: memoryview
-    form: RowFormat
-    seen_at: float | None = None
-    late: bool = False
-
-    def pack(self) -> None:
-        """Worker, before a write: complete the record with the row's sums and make its header."""
-        if not self.record.sums:
-            self.record = self.record._replace(sums=slice_sums(self.row, self.form.slice_bytes))
-        pack_header(self.page, self.record, self.form)
-
-    def verify(self) -> Verdict:
-        """Worker, after a read: judge the row."""
-        return check_row(self.page, self.row, self.record, self.form)
 
 
 class Shelf:
@@ -84,21 +60,14 @@ class Shelf:
         self.slot_count = slab.slot_count
         self.row_bytes = form.row_bytes
         self.bytes_total = slab.total_bytes
-        self._form = form
         self._slab = slab
         self._directory = directory
-        self._engine = engine
+        self._transfers = RowTransfers(form, slab, engine, limits.in_flight_max)
         self._limits = limits
         self._close_files = close_files
-        self._tickets = itertools.count(1)
-        self._flights: dict[int, _Flight] = {}
         self._writing: set[BlockHash] = set()
-        self._waiting: deque[tuple[int, ReadItem]] = deque()
-        self._breakers = {
-            operation: Breaker(limits.failures_max, limits.pause_s)
-            for operation in (ShelfOperation.READ, ShelfOperation.WRITE)
-        }
-        self._pages = {operation: AlignedPages(limits.in_flight_max) for operation in ShelfOperation}
+        self._waiting: deque[tuple[int, Record, memoryview]] = deque()
+        self._breakers = {operation: Breaker(limits.failures_max, limits.pause_s) for operation in ShelfOperation}
         self._counts: Counter[str] = Counter()
         self._now = time.monotonic()
         self._closed = False
@@ -109,7 +78,7 @@ class Shelf:
     @property
     def in_flight(self) -> int:
         """Tickets given whose end has not been polled."""
-        return len(self._flights) + len(self._waiting)
+        return len(self._transfers) + len(self._waiting)
 
     @property
     def used_count(self) -> int:
@@ -129,10 +98,10 @@ class Shelf:
         self._directory.touch(hashes, now)
 
     def write(self, items: Sequence[WriteItem], now: float) -> list[int | None]:
-        """Start writing rows; a ticket each, None where it is here or being written, or there is no room or no trust."""
+        """Start writing rows; a ticket each, None if it is here or being written, there is no room, or trouble."""
         self._now = now
         chosen: dict[BlockHash, int] = {}
-        room = 0 if self._closed else self._engine.room(Operation.WRITE)
+        room = 0 if self._closed else self._transfers.room(ShelfOperation.WRITE)
         for place, item in enumerate(items):
             if len(chosen) == room:
                 break
@@ -141,15 +110,18 @@ class Shelf:
                 chosen[item.block_hash] = place
         allowed = self._breakers[ShelfOperation.WRITE].allow(len(chosen), now)
         tickets: list[int | None] = [None] * len(items)
-        requests: list[IoRequest] = []
+        starting: list[tuple[int, Record, memoryview]] = []
         groups = itertools.groupby(itertools.islice(chosen.values(), allowed), key=lambda place: items[place].tenant)
         for tenant, group in groups:
             places, digest = list(group), tenant_digest(tenant)
             for place, grant in zip(places, self._directory.reserve(len(places), digest), strict=False):
-                tickets[place] = ticket = next(self._tickets)
-                requests.append(self._write_request(ticket, items[place], grant, digest))
-        taken = self._engine.submit(requests)
-        assert taken == len(requests), "the engine had room"
+                item = items[place]
+                tickets[place] = ticket = self._transfers.ticket()
+                sums = item.sums if item.sums is not None else b""
+                record = Record(item.block_hash, *grant, item.depth, sums, item.priority, 0, digest)
+                starting.append((ticket, record, item.source))
+                self._writing.add(item.block_hash)
+        self._transfers.start(ShelfOperation.WRITE, starting)
         return tickets
 
     def read(self, items: Sequence[ReadItem]) -> list[int | None]:
@@ -164,8 +136,8 @@ class Shelf:
             ):
                 tickets.append(None)
             else:
-                ticket = next(self._tickets)
-                self._waiting.append((ticket, item))
+                ticket = self._transfers.ticket()
+                self._waiting.append((ticket, item.record, item.target))
                 tickets.append(ticket)
         self._start_reads()
         return tickets
@@ -173,7 +145,7 @@ class Shelf:
     def poll(self, now: float) -> list[ShelfDone]:
         """What has ended since the last call: written rows are published, bad ones dropped, the next reads started."""
         self._now = now
-        done = [self._finish(result) for result in self._engine.poll()]
+        done = [self._finish(flight, result) for flight, result in self._transfers.poll()]
         self._notice_late()
         if self._breakers[ShelfOperation.READ].is_open:
             done += self._refuse_waiting()
@@ -225,11 +197,10 @@ class Shelf:
     def check(self) -> None:
         """Assert the books, and that transfers and header pages agree."""
         self._directory.check()
-        for operation, pages in self._pages.items():
-            flights = [flight for flight in self._flights.values() if flight.operation is operation]
-            assert len(flights) + len(pages) == self._limits.in_flight_max, operation
-        writing = {f.record.block_hash for f in self._flights.values() if f.operation is ShelfOperation.WRITE}
-        assert writing == self._writing
+        self._transfers.check()
+        flights = self._transfers.flights()
+        writing = [flight.record.block_hash for flight in flights if flight.operation is ShelfOperation.WRITE]
+        assert sorted(writing) == sorted(self._writing)
 
     def close(self, deadline_s: float) -> None:
         """Let what is in flight end, up to the deadline, publish it, and close slab and books.
@@ -241,53 +212,23 @@ class Shelf:
         end = time.monotonic() + deadline_s
         self._closed = True
         self._waiting.clear()
-        stuck = self._engine.close(deadline_s)
+        stuck = self._transfers.close(deadline_s)
         self.poll(time.monotonic())
         self._close_files(max(0.0, end - time.monotonic()), stuck)
         if stuck:
             log.warning("%s shelf closed with %d transfers stuck", self.tier.value, stuck)
 
-    def _write_request(self, ticket: int, item: WriteItem, grant: Grant, tenant: bytes) -> IoRequest:
-        assert item.source.nbytes == self.row_bytes, item.source.nbytes
-        record = Record(
-            item.block_hash, *grant, item.depth, item.sums if item.sums is not None else b"", item.priority, 0, tenant
-        )
-        flight = self._take_off(ticket, ShelfOperation.WRITE, record, item.source)
-        self._writing.add(item.block_hash)
-        buffers = (flight.page, flight.row)
-        return IoRequest(
-            Operation.WRITE, self._slab.descriptor, self._slab.offset(grant.slot), buffers, ticket, prepare=flight.pack
-        )
-
     def _start_reads(self) -> None:
-        requests: list[IoRequest] = []
-        for _ in range(min(len(self._waiting), self._engine.room(Operation.READ))):
-            ticket, (record, target) = self._waiting.popleft()
-            flight = self._take_off(ticket, ShelfOperation.READ, record, target)
-            offset = self._slab.offset(record.slot)
-            requests.append(
-                IoRequest(
-                    Operation.READ, self._slab.descriptor, offset, (flight.page, target), ticket, then=flight.verify
-                )
-            )
-        taken = self._engine.submit(requests)
-        assert taken == len(requests), "the engine had room"
+        count = min(len(self._waiting), self._transfers.room(ShelfOperation.READ))
+        self._transfers.start(ShelfOperation.READ, [self._waiting.popleft() for _ in range(count)])
 
-    def _take_off(self, ticket: int, operation: ShelfOperation, record: Record, row: memoryview) -> _Flight:
-        flight = _Flight(operation, record, self._pages[operation].take(), row, self._form)
-        self._flights[ticket] = flight
-        return flight
-
-    def _finish(self, result: IoResult) -> ShelfDone:
-        flight = self._flights.pop(result.tag)
-        self._pages[flight.operation].give(flight.page)
+    def _finish(self, flight: Flight, result: IoResult) -> ShelfDone:
         judge = self._written if flight.operation is ShelfOperation.WRITE else self._has_read
         outcome = judge(flight, result)
-        return ShelfDone(
-            result.tag, flight.operation, outcome, flight.record.block_hash, result.moved_bytes, result.duration_ns
-        )
+        block_hash = flight.record.block_hash
+        return ShelfDone(flight.ticket, flight.operation, outcome, block_hash, result.moved_bytes, result.duration_ns)
 
-    def _written(self, flight: _Flight, result: IoResult) -> ShelfOutcome:
+    def _written(self, flight: Flight, result: IoResult) -> ShelfOutcome:
         record, breaker = flight.record, self._breakers[ShelfOperation.WRITE]
         self._writing.discard(record.block_hash)
         if result.error_number is not None:
@@ -301,7 +242,7 @@ class Shelf:
         ((outcome, _),) = self._directory.publish([record], self._now)
         return PUBLISHED[outcome]
 
-    def _has_read(self, flight: _Flight, result: IoResult) -> ShelfOutcome:
+    def _has_read(self, flight: Flight, result: IoResult) -> ShelfOutcome:
         record, breaker = flight.record, self._breakers[ShelfOperation.READ]
         if result.error_number is not None:
             self._trouble(breaker.failed, flight, result.error_number)
@@ -313,7 +254,7 @@ class Shelf:
             return ShelfOutcome.STALE
         return ShelfOutcome.SHORT_READ if result.value is None else ShelfOutcome.BAD_ROW
 
-    def _trouble(self, tell: Callable[[float], None], flight: _Flight, error_number: int) -> None:
+    def _trouble(self, tell: Callable[[float], None], flight: Flight, error_number: int) -> None:
         openings = self._breakers[flight.operation].openings
         tell(self._now)
         if self._breakers[flight.operation].openings > openings:
@@ -322,7 +263,7 @@ class Shelf:
 
     def _notice_late(self) -> None:
         """A transfer that hangs counts as a failure once; the flights are in order of their start."""
-        for flight in self._flights.values():
+        for flight in self._transfers.flights():
             if flight.seen_at is None:
                 flight.seen_at = self._now
             if not flight.late and self._now - flight.seen_at > self._limits.late_s:
@@ -332,8 +273,8 @@ class Shelf:
 
     def _refuse_waiting(self) -> list[ShelfDone]:
         refused = [
-            ShelfDone(ticket, ShelfOperation.READ, ShelfOutcome.REFUSED, item.record.block_hash, 0, 0)
-            for ticket, item in self._waiting
+            ShelfDone(ticket, ShelfOperation.READ, ShelfOutcome.REFUSED, record.block_hash, 0, 0)
+            for ticket, record, _ in self._waiting
         ]
         self._waiting.clear()
         return refused

@@ -19,8 +19,9 @@ from kvtier.errors import ConfigError, ShelfError
 from kvtier.eviction import EvictionPolicy
 from kvtier.io.base import KernelCalls, SystemCalls
 from kvtier.io.threads import ThreadsEngine
-from kvtier.journal import Journal, JournalShape, Replay, ReplayState, replay
+from kvtier.journal import Journal
 from kvtier.rebuild import scan_headers
+from kvtier.replay import JournalShape, Replay, ReplayState, replay
 from kvtier.shelf import Shelf
 from kvtier.ticket import ShelfLimits
 from kvtier.tiers.header import SLICES_MAX, RowFormat
@@ -88,6 +89,7 @@ def open_nvme_shelf(
     limits = limits if limits is not None else ShelfLimits(io.in_flight_max)
     calls = calls if calls is not None else KernelCalls()
     cache = CacheDirectory(path, wait_s)
+    engine: ThreadsEngine | None = None
     try:
         folder = cache.layout_folder(layout)
         slot_count = _nvme_slot_count(form, budget_bytes, cache.other_bytes(layout))
@@ -95,12 +97,14 @@ def open_nvme_shelf(
         cache.hold(slab.descriptor)
         if not lock_exclusively(slab.descriptor, end):
             raise ShelfError("NVMe slab: writes of an engine that is gone are still under way")
+        engine = ThreadsEngine(io.readers, io.writers, limits.in_flight_max, wake, calls)
+        shape = JournalShape(slab.epoch, slot_count, form.slice_count)
+        found = Replay(ReplayState.MISSING, [], 0) if fresh else _recover(folder, shape, slab, form, engine, limits)
     except BaseException:
+        if engine is not None:
+            engine.close(0.0)
         cache.close()
         raise
-    engine = ThreadsEngine(io.readers, io.writers, limits.in_flight_max, wake, calls)
-    shape = JournalShape(slab.epoch, slot_count, form.slice_count)
-    found = Replay(ReplayState.MISSING, [], 0) if fresh else _recover(folder, shape, slab, form, engine, limits)
     floor = max([found.generation, *(record.generation for record in found.records)]) + GENERATION_GAP
     journal = Journal(folder, shape, slab.descriptor, found.records, floor, journal_calls)
     directory = Directory(slot_count, policy, journal, floor)

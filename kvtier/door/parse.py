@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from kvtier.door import values
 from kvtier.door.inputs import INPUTS
 from kvtier.door.sampling import SAMPLING_KEYS, known_sampling_key, sampling_params
@@ -39,7 +41,7 @@ class DoorRequest:
     stream: bool = False
     """False: exactly one response."""
     echo: str = ""
-    """Text that the first response begins with: the prompt if `exclude_input_in_output` is false, else nothing."""
+    """Text that the answer begins with: the prompt if `exclude_input_in_output` is false, else nothing."""
     return_finish_reason: bool = False
     return_num_input_tokens: bool = False
     return_num_output_tokens: bool = False
@@ -49,24 +51,25 @@ class DoorRequest:
 def parse_request(
     fields: Mapping[str, object], parameters: Mapping[str, object], limits: DoorLimits | None = None
 ) -> DoorRequest:
-    """Read a request's input tensors (`fields`, as Python values or lists of them) and its request parameters.
+    """Read a request's input tensors (`fields`: numpy arrays, Python values or lists) and its request parameters.
 
     Parameters may hold any input or sampling key, since that is where Triton's generate endpoint puts what config.pbtxt
     does not declare. `chat` is true (then `text_input` is the user's message, or a JSON list of messages), or is
-    itself a JSON list of messages. The prompt is left out of the answer unless `exclude_input_in_output` is false.
-    Raises InvalidRequest naming field, limit and value.
+    itself a JSON list of messages. The prompt is left out of the answer unless `exclude_input_in_output` is false,
+    which as in vllm_backend does not go with `stream`. Raises InvalidRequest naming field, limit and value.
     """
     limits = limits or DoorLimits()
     named, loose = _sorted(fields, parameters, limits)
     prompt, echo = _prompt(named, limits)
+    stream = _flag(named, "stream")
     if _flag(named, "exclude_input_in_output", default=True):
         echo = ""
-    elif not echo:
-        raise InvalidRequest("exclude_input_in_output: false needs plain text_input, without chat or input_ids")
+    elif stream or not echo:
+        raise InvalidRequest("exclude_input_in_output: false needs plain text_input, without stream, chat or input_ids")
     request = Request(prompt, _params(named, loose, limits), cache_salt=_salt(named))
     return DoorRequest(
         request=request,
-        stream=_flag(named, "stream"),
+        stream=stream,
         echo=echo,
         return_finish_reason=_flag(named, "return_finish_reason"),
         return_num_input_tokens=_flag(named, "return_num_input_tokens"),
@@ -79,7 +82,7 @@ def _sorted(
     fields: Mapping[str, object], parameters: Mapping[str, object], limits: DoorLimits
 ) -> tuple[dict[str, object], dict[str, object]]:
     """All inputs by name wherever they came from, and the sampling keys among the parameters that are no input."""
-    named = {name: value for name, value in fields.items() if value is not None}
+    named = {name: _plain(name, value) for name, value in fields.items() if value is not None}
     loose: dict[str, object] = {}
     for name in named:
         if name not in INPUTS:
@@ -98,6 +101,15 @@ def _sorted(
             known = ", ".join(dict.fromkeys((*INPUTS, *SAMPLING_KEYS)))
             raise InvalidRequest(f"parameters: unknown key {values.shown(key)}; known are {known}")
     return named, loose
+
+
+def _plain(name: str, value: object) -> object:
+    """The items of an array of shape `[1, n]` or `[n]` as Python values."""
+    if not isinstance(value, np.ndarray):
+        return value
+    if value.ndim > 1 and value.shape[0] != 1:
+        raise InvalidRequest(f"{name}: a request holds a batch of 1, got {value.shape[0]}")
+    return value.reshape(-1).tolist()
 
 
 def _prompt(named: Mapping[str, object], limits: DoorLimits) -> tuple[str | list[int] | list[dict[str, object]], str]:

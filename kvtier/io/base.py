@@ -49,7 +49,7 @@ class IoRequest:
 
 @dataclass(frozen=True, slots=True)
 class IoResult:
-    """How a request ended. A read that met the end of the file has `moved_bytes` below the total and no error number."""
+    """How a request ended. A read that met the end of the file has moved less than asked and has no error number."""
 
     tag: int
     moved_bytes: int
@@ -63,9 +63,9 @@ class IoResult:
 class IoEngine(Protocol):
     """Moves bytes off the caller's thread. `submit`, `poll`, `room` and `close` are called from one thread.
 
-    MUST keep reads and writes apart, so that hung writes never delay a read. MUST NOT hold a request's buffers after its
-    result was polled, nor give a result before the kernel is done with them. Calls `wake` (from any thread) after a
-    result was added to an empty result queue.
+    MUST keep reads and writes apart, so that hung writes never delay a read. MUST NOT hold a request's buffers after
+    its result was polled, nor give a result before the kernel is done with them. Calls `wake` (from any thread) after
+    a result was added to an empty result queue.
     """
 
     def submit(self, requests: Sequence[IoRequest]) -> int:

@@ -22,7 +22,7 @@ INTERRUPTS_MAX = 64
 
 @dataclass(slots=True, eq=False)
 class _Lane:
-    """One queue and its workers; `changed` guards everything but `in_flight`, which only the caller's thread touches."""
+    """One queue and its workers; `changed` guards all but `in_flight`, which only the caller's thread touches."""
 
     changed: threading.Condition = field(default_factory=threading.Condition)
     waiting: deque[IoRequest] = field(default_factory=deque)

@@ -1,1 +1,1 @@
-"""The memory of the tiers: the HBM arena (hbm), slabs of shelves (slab) and the header of every row in them (header)."""
+"""The memory of the tiers: arena (hbm), slabs of shelves (slab), row headers (header), free memory (memory)."""

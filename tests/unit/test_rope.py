@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -75,6 +76,16 @@ def test_a_position_has_the_same_bits_whatever_the_context_and_the_threads() -> 
     for context in (1, 7, 1003, 8193):
         short_cos, short_sin = rope_table(rope, 50, context)
         assert torch.equal(short_cos, cos[:context]) and torch.equal(short_sin, sin[:context])
+
+
+def test_cosines_and_sines_of_the_fp32_angle_are_correctly_rounded() -> None:
+    rope = DefaultRope(10_000.0)
+    cos, sin = rope_table(rope, HEAD_DIM, CONTEXT)
+    frequencies = rope.inverse_frequencies(HEAD_DIM)
+    for position in range(0, CONTEXT, 37):
+        angles = (torch.tensor(float(position)) * frequencies).tolist()
+        assert torch.equal(cos[position], torch.tensor([math.cos(angle) for angle in angles]))
+        assert torch.equal(sin[position], torch.tensor([math.sin(angle) for angle in angles]))
 
 
 def test_yarn_kept_and_stretched_frequencies_are_those_of_the_formula() -> None:

@@ -78,6 +78,11 @@ def test_digest_follows_content_and_stored_dtype_but_not_the_loaded_dtype(tmp_pa
     assert len(digest) == 32
     assert load(folder, torch.bfloat16)[1] == digest
     assert load(make_checkpoint(tmp_path / "b", stored=torch.float16))[1] != digest
+    halves = load_file(make_checkpoint(tmp_path / "c", stored=torch.bfloat16) / "model.safetensors")
+    write_weights(tmp_path / "c", {name: tensor.view(torch.float16) for name, tensor in halves.items()})
+    same_bytes_other_dtype = load(tmp_path / "c", torch.bfloat16)[1]
+    write_weights(tmp_path / "c", halves)
+    assert load(tmp_path / "c")[1] != same_bytes_other_dtype
     weights = load_file(folder / "model.safetensors")
     changed = weights["model.layers.0.mlp.down_proj.weight"].clone()
     changed[3, 4] += 1e-3

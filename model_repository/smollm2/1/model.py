@@ -1,4 +1,4 @@
-"""The door of the Triton server: Triton requests -> Request, TokenEvent -> Triton responses, counters -> Triton metrics.
+"""The door of the Triton server: its requests become ours, our events its responses, our counters its metrics.
 
 Thin: parsing is kvtier.door, everything else the engine. Owns the response senders (FINAL exactly once, always), the
 thread that looks for cancelled clients and the one thread that talks to Triton's metrics. Triton calls
@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import triton_python_backend_utils as triton
 
 from kvtier import Engine, EngineConfig, InvalidRequest, TokenEvent, Unavailable
 from kvtier.config import PATH_KEYS
-from kvtier.door import parse_request, response_fields
+from kvtier.door import DoorRequest, parse_request, response_fields
 from kvtier.metrics import Family, Kind, Labels
 from kvtier.outbox import merge
 from kvtier.session import RequestHandle
@@ -36,9 +37,6 @@ OBSERVATIONS_MAX = 2000
 """Histogram observations kept between two publications (about 15 us each)."""
 CLOSE_S = 20.0
 
-Render = Callable[[TokenEvent], list[Any]]
-"""An event as output tensors."""
-
 
 class TritonPythonModel:
     """What Triton's Python backend calls, always from one thread."""
@@ -52,6 +50,7 @@ class TritonPythonModel:
         self._types = {
             item["name"]: triton.triton_string_to_numpy(item["data_type"]) for item in model_config["output"]
         }
+        self._default_level = int(model_config["dynamic_batching"]["default_priority_level"])
         self._engine = Engine(EngineConfig.load(folder / "engine.yaml", overrides(model_config, folder)))
         self._publisher = Publisher(self._engine, args["model_name"], args["model_instance_name"])
         self._cancels = CancelWatch()
@@ -73,44 +72,50 @@ class TritonPythonModel:
 
     def _accept(self, request: Any, sender: Any) -> None:
         """Parse and submit. An error leaves no trace, so that the caller may answer it."""
-        fields = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+        fields = {tensor.name(): tensor.as_numpy().reshape(-1).tolist() for tensor in request.inputs()}
+        parameters = json.loads(request.parameters() or "{}")
         try:
-            asked = parse_request(fields, json.loads(request.parameters() or "{}"))
+            asked = parse_request(fields, parameters)
         except InvalidRequest:
             self._engine.metrics.request_failures.add(1, "invalid")
             raise
-        reply = Reply(sender, asked.stream, lambda event: self._tensors(response_fields(asked, event)))
-        reply.handle = self._engine.submit(asked.request, reply)
-        self._cancels.add(reply)
+        delivery = Delivery(sender, asked, self._tensors)
+        delivery.handle = self._engine.submit(replace(asked.request, priority=self._priority(parameters)), delivery)
+        self._cancels.add(delivery)
 
-    def _tensors(self, fields: Mapping[str, Any]) -> list[Any]:
+    def _priority(self, parameters: Mapping[str, object]) -> int:
+        """The engine's priority for Triton's level, 0 for the default one. gRPC levels reach the batcher alone."""
+        level = parameters.get("priority")
+        return level - self._default_level if isinstance(level, int) and level > 0 else 0
+
+    def _tensors(self, fields: Mapping[str, object]) -> list[Any]:
         """Outputs by name as Triton tensors of the configured types, `[1, n]` or `[n]`."""
         tensors = []
         for name, value in fields.items():
-            values = value if isinstance(value, (list, tuple)) else [value]
+            values = value if isinstance(value, list) else [value]
             encoded = [item.encode() if isinstance(item, str) else item for item in values]
             array = np.array(encoded, dtype=self._types[name])
             tensors.append(triton.Tensor(name, array.reshape(1, -1) if self._batched else array))
         return tensors
 
 
-class Reply:
+class Delivery:
     """The way back of one request: the engine's sink, and the owner of FINAL.
 
     Called by one sender thread (events) and the cancellation thread; the lock keeps them from each other.
     """
 
-    def __init__(self, sender: Any, stream: bool, render: Render) -> None:
+    def __init__(self, sender: Any, asked: DoorRequest, tensors: Callable[[Mapping[str, object]], list[Any]]) -> None:
         self.handle: RequestHandle | None = None
         self._sender = sender
-        self._stream = stream
-        self._render = render
+        self._asked = asked
+        self._tensors = tensors
         self._held: list[TokenEvent] = []
         self._closed = False
         self._lock = threading.Lock()
 
     def __call__(self, event: TokenEvent) -> None:
-        """Send an event, or hold it until the last one if the client does not stream."""
+        """Send an event, or hold it until the last if the client does not stream. A failure ends the request."""
         with self._lock:
             if self._closed:
                 return
@@ -121,16 +126,16 @@ class Reply:
                 send_error(self._sender, error)
                 raise  # the engine cancels the request
 
-    def poll(self) -> bool:
-        """Cancel the request if its client has gone; False once there is nothing left to ask."""
+    def gone(self) -> bool:
+        """Whether there is nothing left to ask about; cancels the request if its client has gone."""
         with self._lock:
             if self._closed:
-                return False
-            if not self._sender.is_cancelled():
                 return True
+            if not self._sender.is_cancelled():
+                return False
         assert self.handle is not None
         self.handle.cancel()
-        return False
+        return True
 
     def _deliver(self, event: TokenEvent) -> None:
         last = event.finish_reason is not None
@@ -138,12 +143,12 @@ class Reply:
         if event.error is not None:
             send_error(self._sender, event.error)
             return
-        if not self._stream:
+        if not self._asked.stream:
             self._held.append(event)
             if not last:
                 return
             event = merge(self._held)
-        response = triton.InferenceResponse(self._render(event))
+        response = triton.InferenceResponse(self._tensors(response_fields(self._asked, event)))
         self._sender.send(response, flags=triton.TRITONSERVER_RESPONSE_COMPLETE_FINAL if last else 0)
 
 
@@ -151,16 +156,16 @@ class CancelWatch:
     """One thread that asks, for every request in flight, whether its client has gone."""
 
     def __init__(self) -> None:
-        self._replies: list[Reply] = []
+        self._deliveries: list[Delivery] = []
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvtier-cancel", daemon=True)
         self._thread.start()
 
-    def add(self, reply: Reply) -> None:
+    def add(self, delivery: Delivery) -> None:
         """Ask about this request from now on."""
         with self._lock:
-            self._replies.append(reply)
+            self._deliveries.append(delivery)
 
     def close(self) -> None:
         """End the thread."""
@@ -172,10 +177,10 @@ class CancelWatch:
         while not self._stop.wait(pause_s):
             started = time.monotonic()
             with self._lock:
-                asked, self._replies = self._replies, []
-            left = [reply for reply in asked if reply.poll()]
+                asked, self._deliveries = self._deliveries, []
+            left = [delivery for delivery in asked if not delivery.gone()]
             with self._lock:
-                self._replies += left
+                self._deliveries += left
             pause_s = max(CANCEL_POLL_S, (time.monotonic() - started) / CANCEL_SHARE)
 
 

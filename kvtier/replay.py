@@ -1,0 +1,201 @@
+"""The format of the journal on disk, and reading it back.
+
+Frames of kind, length, body and a sum seeded by the slab's epoch. A torn end is cut off; damage before the end is told
+apart from it, because then the slab's headers know more. Every number is bounded before use. Used by journal.py (to
+write) and shelves.py (to replay).
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import os
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from xxhash import xxh3_64_intdigest
+
+from kvtier.record import Grant, Record
+from kvtier.tiers.header import SUM_BYTES
+
+log = logging.getLogger(__name__)
+
+JOURNAL_NAME = "journal"
+JOURNAL_VERSION = 1
+SLACK_BYTES = 64 << 10
+READ_BYTES = 1 << 20
+
+_MARK = b"kvtj"
+_FRAME = struct.Struct("<4sB3xI")
+_SUM = struct.Struct("<Q")
+_HEAD = struct.Struct("<I4x16sQQQ")
+_RECORD = struct.Struct("<32s16sIiQQQ")
+
+
+class FrameKind(enum.IntEnum):
+    """What a frame says."""
+
+    HEAD = 1
+    RESERVED = 2
+    PUBLISHED = 3
+    DROPPED = 4
+
+
+@dataclass(frozen=True, slots=True)
+class JournalShape:
+    """What a journal must agree with before a byte of it is believed."""
+
+    epoch: bytes
+    slot_count: int
+    slice_count: int
+
+    @property
+    def published_bytes(self) -> int:
+        """Bytes of one published record."""
+        return _FRAME.size + _RECORD.size + self.slice_count * SUM_BYTES + _SUM.size
+
+    @property
+    def snapshot_bytes_max(self) -> int:
+        """Bytes of the longest file that a rewrite makes."""
+        return _FRAME.size + _HEAD.size + _SUM.size + self.slot_count * self.published_bytes
+
+    @property
+    def file_bytes_max(self) -> int:
+        """Bytes that the journal grows to before it is rewritten."""
+        return 2 * self.snapshot_bytes_max + SLACK_BYTES
+
+    @property
+    def total_bytes_max(self) -> int:
+        """Bytes of disk that the journal ever takes, its rewrite included."""
+        return self.file_bytes_max + self.snapshot_bytes_max
+
+
+class ReplayState(enum.Enum):
+    """What was found in place of a journal."""
+
+    WHOLE = "whole"
+    """All of it, a torn end perhaps cut off."""
+    MISSING = "missing"
+    FOREIGN = "foreign"
+    """Of another slab or version."""
+    DAMAGED = "damaged"
+    """Broken in the middle, or not a journal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What a journal says. Unless WHOLE, `records` is empty and `generation` only a lower bound."""
+
+    state: ReplayState
+    records: list[Record]
+    generation: int
+    """The highest generation it has seen."""
+
+
+def replay(folder: int, shape: JournalShape) -> Replay:
+    """Read the journal in the folder (a descriptor). Never raises for what it finds there."""
+    try:
+        descriptor = os.open(JOURNAL_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+    except OSError:
+        return Replay(ReplayState.MISSING, [], 0)
+    try:
+        if os.fstat(descriptor).st_size > shape.total_bytes_max:
+            return Replay(ReplayState.FOREIGN, [], 0)
+        data = _read_all(descriptor)
+    except OSError as error:
+        log.warning("journal cannot be read: %s", error.strerror)
+        return Replay(ReplayState.DAMAGED, [], 0)
+    finally:
+        os.close(descriptor)
+    return _replay_bytes(data, shape)
+
+
+def head_frame(shape: JournalShape, generation: int) -> bytes:
+    """First frame of a journal; `generation` is the highest one given out so far."""
+    head = _HEAD.pack(JOURNAL_VERSION, shape.epoch, shape.slot_count, shape.slice_count, generation)
+    return _frame(FrameKind.HEAD, head, 0)
+
+
+def gone_frame(shape: JournalShape, kind: FrameKind, grants: Sequence[Grant]) -> bytes:
+    """RESERVED or DROPPED: what the slots held is gone."""
+    numbers = [number for grant in grants for number in grant]
+    return _frame(kind, struct.pack(f"<{len(numbers)}Q", *numbers), _seed(shape.epoch))
+
+
+def published_frame(shape: JournalShape, record: Record) -> bytes:
+    """A row that can be read."""
+    assert len(record.sums) == shape.slice_count * SUM_BYTES, len(record.sums)
+    fields = (record.block_hash, record.tenant, record.depth, record.priority)
+    body = _RECORD.pack(*fields, record.slot, record.generation, record.expiry_s)
+    return _frame(FrameKind.PUBLISHED, body + record.sums, _seed(shape.epoch))
+
+
+def _seed(epoch: bytes) -> int:
+    """Seed of a journal's sums: a frame of another slab's journal never passes for one of this."""
+    return int.from_bytes(epoch[:8], "little")
+
+
+def _frame(kind: FrameKind, body: bytes, seed: int) -> bytes:
+    framed = _FRAME.pack(_MARK, kind, len(body)) + body
+    return framed + _SUM.pack(xxh3_64_intdigest(framed, seed))
+
+
+def _replay_bytes(data: bytes, shape: JournalShape) -> Replay:
+    head = _frame_at(data, 0, 0)
+    if head is None or head[0] != FrameKind.HEAD or len(head[1]) != _HEAD.size:
+        return Replay(ReplayState.DAMAGED, [], 0)
+    version, epoch, _, slice_count, generation = _HEAD.unpack(head[1])
+    if version != JOURNAL_VERSION or epoch != shape.epoch or slice_count != shape.slice_count:
+        return Replay(ReplayState.FOREIGN, [], 0)
+    seed = _seed(epoch)
+    live: dict[int, Record] = {}
+    offset = head[2]
+    while (frame := _frame_at(data, offset, seed)) is not None:
+        kind, body, offset = frame
+        if kind == FrameKind.PUBLISHED and len(body) == _RECORD.size + slice_count * SUM_BYTES:
+            block_hash, tenant, depth, priority, slot, row_generation, expiry_s = _RECORD.unpack_from(body)
+            sums = bytes(body[_RECORD.size :])
+            generation = max(generation, row_generation)
+            if slot < shape.slot_count:
+                live[slot] = Record(block_hash, slot, row_generation, depth, sums, priority, expiry_s, tenant)
+        elif kind in (FrameKind.RESERVED, FrameKind.DROPPED) and len(body) % 16 == 0:
+            for slot, row_generation in struct.iter_unpack("<QQ", body):
+                generation = max(generation, row_generation)
+                live.pop(slot, None)
+        else:
+            return Replay(ReplayState.DAMAGED, [], generation)
+    if _any_frame_after(data, offset, seed):
+        return Replay(ReplayState.DAMAGED, [], generation)
+    return Replay(ReplayState.WHOLE, list(live.values()), generation)
+
+
+def _frame_at(data: bytes, offset: int, seed: int) -> tuple[int, memoryview, int] | None:
+    """(kind, body, end) of the sound frame at `offset`, or None."""
+    if offset + _FRAME.size + _SUM.size > len(data):
+        return None
+    mark, kind, body_bytes = _FRAME.unpack_from(data, offset)
+    end = offset + _FRAME.size + body_bytes
+    if mark != _MARK or end + _SUM.size > len(data):
+        return None
+    view = memoryview(data)
+    if _SUM.unpack_from(data, end)[0] != xxh3_64_intdigest(view[offset:end], seed):
+        return None
+    return kind, view[offset + _FRAME.size : end], end + _SUM.size
+
+
+def _any_frame_after(data: bytes, offset: int, seed: int) -> bool:
+    """Whether a sound frame follows a broken one: then it is damage and no torn end."""
+    place = data.find(_MARK, offset)
+    while place >= 0:
+        if _frame_at(data, place, seed) is not None:
+            return True
+        place = data.find(_MARK, place + 1)
+    return False
+
+
+def _read_all(descriptor: int) -> bytes:
+    pieces: list[bytes] = []
+    while piece := os.read(descriptor, READ_BYTES):
+        pieces.append(piece)
+    return b"".join(pieces)

@@ -1,0 +1,57 @@
+"""A client that goes away stops costing: its request ends and its blocks serve others."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+
+from conftest import MODEL, metrics, total
+
+from kvtier.client import Client
+from kvtier.serving import TritonServer
+
+ENDLESS = json.dumps({"temperature": 0, "ignore_eos": True})
+LONG = 1500
+"""Tokens of an answer that takes seconds, and with its prompt fills most of the tiny HBM."""
+
+
+def cancelled(server: TritonServer) -> float:
+    return total(metrics(server)["kvtier_requests_total"], outcome="cancelled")
+
+
+def wait_until_cancelled(server: TritonServer, count: float) -> None:
+    deadline = time.monotonic() + 10
+    while cancelled(server) < count:
+        assert time.monotonic() < deadline, "the request was not cancelled"
+        time.sleep(0.1)
+    assert total(metrics(server)["kvtier_running_requests"]) == 0
+
+
+def test_closing_a_grpc_stream_frees_its_blocks(tiny: TritonServer, client: Client) -> None:
+    before = cancelled(tiny)
+    request = {"text_input": "tell me", "stream": True, "max_tokens": LONG, "sampling_parameters": ENDLESS}
+    streams = [client.infer(request, timeout_s=60) for _ in range(4)]
+    for stream in streams:
+        next(stream)
+    for stream in streams:
+        stream.close()
+    wait_until_cancelled(tiny, before + 4)
+    started = time.monotonic()
+    whole = list(client.infer({**request, "max_tokens": LONG, "stream": False}, timeout_s=60))
+    assert len(whole[0].outputs["output_ids"]) == LONG
+    alone_s = time.monotonic() - started
+    assert alone_s < 45, "the cancelled requests still run"
+
+
+def test_closing_generate_stream_ends_its_request(tiny: TritonServer) -> None:
+    before = cancelled(tiny)
+    connection = http.client.HTTPConnection("localhost", tiny.ports.http, timeout=20)
+    body = {"text_input": "tell me", "stream": True, "max_tokens": LONG, "sampling_parameters": ENDLESS}
+    connection.request("POST", f"/v2/models/{MODEL}/generate_stream", json.dumps(body))
+    response = connection.getresponse()
+    assert response.status == 200
+    assert response.read(10).startswith(b"data:")
+    response.close()
+    connection.close()
+    wait_until_cancelled(tiny, before + 1)

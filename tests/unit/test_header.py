@@ -1,0 +1,126 @@
+"""The row header: packs, parses, and tells every kind of wrong row from the right one."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+
+from kvtier.record import Record, tenant_digest
+from kvtier.tiers.header import (
+    HEADER_BYTES,
+    SLICES_MAX,
+    RowFormat,
+    Verdict,
+    check_row,
+    pack_header,
+    parse_header,
+    slice_sums,
+)
+from tests.rows import LAYOUT, NAMESPACE, aligned, block_hashes, filled
+
+FORM = RowFormat.of(LAYOUT, NAMESPACE)
+HASH, OTHER_HASH = block_hashes(2)
+
+
+def written(block_hash: bytes = HASH, slot: int = 5, generation: int = 9) -> tuple[memoryview, memoryview, Record]:
+    """A header, its row and their record."""
+    row, page = filled(block_hash), aligned(HEADER_BYTES)
+    sums = slice_sums(row, FORM.slice_bytes)
+    record = Record(block_hash, slot, generation, 3, sums, -2, 77, tenant_digest("someone"))
+    pack_header(page, record, FORM)
+    return page, row, record
+
+
+def test_a_header_parses_to_what_was_packed() -> None:
+    page, row, record = written()
+    assert parse_header(page) == (record, FORM)
+    assert check_row(page, row, record, FORM) is Verdict.GOOD
+
+
+def test_packing_leaves_nothing_of_what_the_page_held_before() -> None:
+    page, _, record = written()
+    dirty = aligned(HEADER_BYTES)
+    dirty[:] = b"\xff" * HEADER_BYTES
+    pack_header(dirty, record, FORM)
+    assert dirty == page
+
+
+def test_every_flipped_bit_of_the_header_is_caught() -> None:
+    page, row, record = written()
+    chance = random.Random(1)
+    places = [*range(300), *(chance.randrange(HEADER_BYTES) for _ in range(300)), *range(HEADER_BYTES - 8, HEADER_BYTES)]
+    for place in places:
+        page[place] ^= 1 << chance.randrange(8)
+        assert check_row(page, row, record, FORM) is Verdict.HEADER, place
+        pack_header(page, record, FORM)
+
+
+def test_a_flipped_bit_anywhere_in_the_row_is_caught() -> None:
+    page, row, record = written()
+    chance = random.Random(2)
+    for _ in range(300):
+        place, bit = chance.randrange(row.nbytes), 1 << chance.randrange(8)
+        row[place] ^= bit
+        assert check_row(page, row, record, FORM) is Verdict.SUMS
+        row[place] ^= bit
+    assert check_row(page, row, record, FORM) is Verdict.GOOD
+
+
+def test_swapped_slices_and_torn_rows_are_caught() -> None:
+    page, row, record = written()
+    size = FORM.slice_bytes
+    first, second = bytes(row[:size]), bytes(row[size : 2 * size])
+    row[: 2 * size] = second + first
+    assert check_row(page, row, record, FORM) is Verdict.SUMS
+    row[: 2 * size] = first + second
+    row[2 * size :] = bytes(filled(OTHER_HASH)[2 * size :])
+    assert check_row(page, row, record, FORM) is Verdict.SUMS
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"block_hash": OTHER_HASH},
+        {"slot": 6},
+        {"generation": 10},
+        {"depth": 4},
+        {"priority": 0},
+        {"expiry_s": 0},
+        {"tenant": tenant_digest("someone else")},
+        {"sums": bytes(24)},
+    ],
+)
+def test_a_sound_row_of_another_record_is_caught(change: dict[str, object]) -> None:
+    page, row, record = written()
+    assert check_row(page, row, record._replace(**change), FORM) is Verdict.IDENTITY  # type: ignore[arg-type]
+
+
+def test_a_row_of_another_namespace_or_geometry_is_caught() -> None:
+    page, row, record = written()
+    for form in (
+        dataclasses.replace(FORM, namespace=bytes(32)),
+        RowFormat(NAMESPACE, 2 * FORM.slice_bytes, FORM.slice_bytes),
+    ):
+        assert check_row(page, row[: form.row_bytes], record, form) is Verdict.IDENTITY
+
+
+def test_zeros_noise_and_short_pages_are_no_headers() -> None:
+    noise = random.Random(3).randbytes(HEADER_BYTES)
+    for page in (bytes(HEADER_BYTES), noise, b"", bytes(written()[0])[:4095]):
+        assert parse_header(memoryview(page)) is None
+
+
+def test_a_layout_of_too_many_layers_has_no_format() -> None:
+    RowFormat(NAMESPACE, SLICES_MAX * 4096, 4096)
+    with pytest.raises(AssertionError):
+        RowFormat(NAMESPACE, (SLICES_MAX + 1) * 4096, 4096)
+
+
+def test_the_most_layers_fit_beside_the_sum() -> None:
+    form = RowFormat(NAMESPACE, SLICES_MAX * 4096, 4096)
+    record = Record(HASH, 1, 1, 0, bytes(range(1, 9)) * SLICES_MAX)
+    page = aligned(HEADER_BYTES)
+    pack_header(page, record, form)
+    assert parse_header(page) == (record, form)
