@@ -7,28 +7,23 @@ their sizes. Every path below it is opened through its descriptor and never thro
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
 import stat
-import struct
 import time
 import weakref
 from pathlib import Path
 
 from kvtier.block import KVLayout
 from kvtier.errors import ShelfError
+from kvtier.io.files import check_private, lock_exclusively
 from kvtier.namespace import FORMAT_VERSION
 from kvtier.tiers.header import HEADER_VERSION
-from kvtier.tiers.slab import check_private
 
 LOCK_NAME = "keeper.lock"
-LOCK_PAUSE_S = 0.02
 
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_FLOCK = struct.Struct("hhqqi4x")
-"""struct flock of Linux on 64 bits: type, whence, start, length, pid."""
 
 
 class CacheDirectory:
@@ -106,22 +101,6 @@ def layout_name(layout: KVLayout) -> str:
     """Folder name of a row layout: a digest of its geometry and of the format versions."""
     geometry = [layout.layers, layout.kv_heads, layout.head_dim, layout.block_tokens, layout.dtype]
     return hashlib.sha256(json.dumps([geometry, FORMAT_VERSION, HEADER_VERSION]).encode()).hexdigest()[:32]
-
-
-def lock_exclusively(descriptor: int, end: float) -> bool:
-    """Take an exclusive OFD lock on a file's first byte, trying until the monotonic time `end`; whether it was got.
-
-    It is held until the last descriptor of this open file is closed and its last I/O has landed.
-    """
-    request = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0)
-    while True:
-        try:
-            fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, request)
-            return True
-        except (BlockingIOError, PermissionError):
-            if time.monotonic() >= end:
-                return False
-            time.sleep(LOCK_PAUSE_S)
 
 
 def free_disk_bytes(path: Path) -> int:

@@ -8,6 +8,8 @@ engine thread; the shelves' workers move the bytes.
 from __future__ import annotations
 
 import enum
+import itertools
+import math
 from dataclasses import dataclass
 
 from kvtier.block import BlockHash, Tier
@@ -19,6 +21,8 @@ from kvtier.tiers.hbm import HbmArena
 WISHES_MAX = 65536
 """Wishes that may wait per target tier; a later one is dropped and counted."""
 BATCH_ROWS = 64
+RETRY_S = 0.1
+"""A shelf that has refused a write is asked again after this long, or once one of its writes has ended."""
 BACK_SHARE = 0.9
 """With policy `back`, DRAM rows are copied to NVMe once this share of the DRAM shelf is used."""
 
@@ -40,6 +44,7 @@ class _Write:
     depth: int
     slot: int | None
     lease: Lease | None
+    started_at: float
 
 
 class Demoter:
@@ -61,12 +66,19 @@ class Demoter:
         self._wishes: dict[Tier, dict[BlockHash, int]] = {Tier.DRAM: {}, Tier.NVME: {}}
         self._writes: dict[tuple[Tier, int], _Write] = {}
         self._writing: dict[Tier, set[BlockHash]] = {Tier.DRAM: set(), Tier.NVME: set()}
+        self._retry_at = {Tier.DRAM: 0.0, Tier.NVME: 0.0}
         self.dropped_count = 0
 
     @property
     def writing_count(self) -> int:
         """Rows being written."""
         return len(self._writes)
+
+    @property
+    def newest_at(self) -> float:
+        """When the last write in flight that holds a slot of HBM was started; -inf if there is none."""
+        writes = reversed(self._writes.values())
+        return next((write.started_at for write in writes if write.slot is not None), -math.inf)
 
     @property
     def wish_count(self) -> int:
@@ -99,13 +111,14 @@ class Demoter:
         """Start as many wished writes as the shelves take, and wish for what the policy wants."""
         self._wish_back()
         for tier in (Tier.DRAM, Tier.NVME):
-            while self._wishes[tier] and self._start(tier, now):
+            while self._wishes[tier] and now >= self._retry_at[tier] and self._start(tier, now):
                 pass
 
     def completed(self, tier: Tier, done: ShelfDone) -> None:
         """A write to a shelf has ended, well or not; its source is free again."""
         write = self._writes.pop((tier, done.ticket))
         self._writing[tier].discard(write.block_hash)
+        self._retry_at[tier] = 0.0
         source = self._free(write)
         if done.outcome is ShelfOutcome.DONE:
             self._metrics.demoted_blocks.add(1, source.value, tier.value)
@@ -125,33 +138,41 @@ class Demoter:
         return [write.slot for write in self._writes.values() if write.slot is not None]
 
     def _start(self, tier: Tier, now: float) -> bool:
-        """Submit one batch of wishes; False if the shelf takes no more for now."""
-        wishes = self._wishes[tier]
-        batch = [(block_hash, wishes.pop(block_hash)) for block_hash in list(wishes)[:BATCH_ROWS]]
-        writes = [write for item in batch if (write := self._source(tier, *item)) is not None]
-        tickets = self._shelves[tier].write([self._item(write) for write in writes], now)
-        taken = 0
-        for write, ticket in zip(writes, tickets, strict=True):
-            if ticket is None:
-                self._free(write)
-                if not self._shelves[tier].holds(write.block_hash):
-                    self.dropped_count += 1
+        """Submit one batch of wishes; False if the shelf takes no more for now: what it refused goes on waiting."""
+        wishes, shelf = self._wishes[tier], self._shelves[tier]
+        writes: list[_Write] = []
+        for block_hash, depth in list(itertools.islice(wishes.items(), BATCH_ROWS)):
+            write = self._source(tier, block_hash, depth, now)
+            if write is None:
+                del wishes[block_hash]
+                self.dropped_count += 1
             else:
-                taken += 1
+                writes.append(write)
+        tickets = shelf.write([self._item(write) for write in writes], now)
+        refused = False
+        for write, ticket in zip(writes, tickets, strict=True):
+            if ticket is not None:
                 self._writes[(tier, ticket)] = write
                 self._writing[tier].add(write.block_hash)
-        return taken == len(writes)
+            else:
+                self._free(write)
+                if not shelf.holds(write.block_hash):
+                    refused = True
+                    continue
+            del wishes[write.block_hash]
+        if refused:
+            self._retry_at[tier] = now + RETRY_S
+        return not refused
 
-    def _source(self, tier: Tier, block_hash: BlockHash, depth: int) -> _Write | None:
+    def _source(self, tier: Tier, block_hash: BlockHash, depth: int, now: float) -> _Write | None:
         """Hold the bytes of a block: its DRAM row when NVMe is the target, else its slot of HBM."""
         if tier is Tier.NVME and (lease := self._lease(block_hash)) is not None:
-            return _Write(block_hash, depth, None, lease)
+            return _Write(block_hash, depth, None, lease, now)
         slot = self._resident.find(block_hash)
         if slot is None:
-            self.dropped_count += 1
             return None
         self._resident.hold([slot])
-        return _Write(block_hash, depth, slot, None)
+        return _Write(block_hash, depth, slot, None, now)
 
     def _lease(self, block_hash: BlockHash) -> Lease | None:
         dram = self._shelves.get(Tier.DRAM)
@@ -197,7 +218,7 @@ class Demoter:
                 self.wish(below[0], block_hash, self._resident.depth_of(slot))
                 waiting += 1
         self._resident.evict(gone)
-        return waiting == 0 and not self.holds()
+        return give_up or (waiting == 0 and not self.holds())
 
     def _drain_dram(self, give_up: bool) -> bool:
         dram, nvme = self._shelves.get(Tier.DRAM), self._shelves.get(Tier.NVME)
@@ -213,4 +234,5 @@ class Demoter:
                 waiting += 1
         dram.drop(gone, "evicted")
         leased = any(write.lease is not None for write in self._writes.values())
-        return waiting == 0 and not leased and not self._wishes[Tier.DRAM] and not self._writing[Tier.DRAM]
+        coming = self._wishes[Tier.DRAM] or self._writing[Tier.DRAM]
+        return give_up or (waiting == 0 and not leased and not coming)

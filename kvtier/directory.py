@@ -114,7 +114,8 @@ class Directory:
         A granted slot shows nothing until it is published; the old row's hash is gone at once.
         """
         grants: list[Grant] = []
-        self._apply_touches()
+        if count > len(self._free):
+            self._apply_touches()
         while len(grants) < count:
             if not self._free and not self._evict():
                 break
@@ -129,6 +130,7 @@ class Directory:
     def publish(self, records: Sequence[Record], now: float) -> list[tuple[PublishOutcome, Record | None]]:
         """Bind written slots to their hashes. With DUPLICATE comes the record that stays, with STALE None."""
         answers: list[tuple[PublishOutcome, Record | None]] = []
+        published: list[Record] = []
         for record in records:
             slot = record.slot
             if not self._is(slot, record.generation, SlotState.WRITING):
@@ -141,8 +143,9 @@ class Directory:
                 continue
             self._make_ready(record, now)
             answers.append((PublishOutcome.PUBLISHED, record))
-            if self._log is not None:
-                self._log.published([record])
+            published.append(record)
+        if self._log is not None and published:
+            self._log.published(published)
         return answers
 
     def abandon(self, grants: Sequence[Grant]) -> None:

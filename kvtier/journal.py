@@ -38,12 +38,14 @@ class Journal:
         records: Sequence[Record],
         generation: int,
         calls: SystemCalls | None = None,
+        retry_s: float = RETRY_S,
     ) -> None:
         """`folder` and `slab_descriptor` must stay open until `close` has returned True."""
         self._folder = folder
         self._shape = shape
         self._slab = slab_descriptor
         self._calls = calls if calls is not None else KernelCalls()
+        self._retry_s = retry_s
         self._changed = threading.Condition()
         self._live = {record.slot: published_frame(shape, record) for record in records}
         self._generation = generation
@@ -98,6 +100,14 @@ class Journal:
         self._changed.notify()
 
     def _work(self) -> None:
+        try:
+            self._follow()
+        finally:
+            if self._descriptor >= 0:
+                os.close(self._descriptor)
+
+    def _follow(self) -> None:
+        """Write, sync and rewrite as changes come, until `close`."""
         sync_at: float | None = None
         while True:
             frames, rewrite, closing = self._next(sync_at)
@@ -118,7 +128,7 @@ class Journal:
                     return
                 with self._changed:
                     self._rewrite = True
-                    self._changed.wait(RETRY_S)
+                    self._changed.wait(self._retry_s)
                 continue
             if closing:
                 return

@@ -7,6 +7,7 @@ Owned by the store, runs on the engine thread; the shelves' workers move the byt
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -43,6 +44,7 @@ class _Arrival:
     depth: int
     slot: int
     tier: Tier
+    started_at: float
     waiting: list[tuple[Fetch, int]] = field(default_factory=list)
 
 
@@ -66,6 +68,11 @@ class Promoter:
         """Blocks under way."""
         return len(self._by_hash)
 
+    @property
+    def newest_at(self) -> float:
+        """When the last of those under way was asked for; -inf if there are none."""
+        return next(reversed(self._by_hash.values())).started_at if self._by_hash else -math.inf
+
     def fetch(self, hashes: Sequence[BlockHash], block_total: int, now: float) -> Fetch | None:
         """Claim the longest run of `hashes` that HBM and the shelves hold, and start reading what is cold.
 
@@ -87,12 +94,14 @@ class Promoter:
             if record is not None:
                 tier, cold = record
                 slot = fresh.pop()
-                arrival = _Arrival(hashes[depth], depth, slot, tier)
+                arrival = _Arrival(hashes[depth], depth, slot, tier, now)
                 self._by_hash[hashes[depth]] = arrival
                 self._resident.hold([slot])
                 reads.setdefault(tier, []).append((arrival, cold))
             assert slot is not None
             joined = self._by_hash.get(hashes[depth])
+            if joined is not None and joined.slot != slot:
+                joined = None  # computed meanwhile: it is resident, though a late read of it is still under way
             fetch.slots.append(slot)
             fetch.origins.append(None if joined else Tier.HBM)
             if joined:
@@ -158,15 +167,20 @@ class Promoter:
         return plan
 
     def _cold_run(self, hashes: Sequence[BlockHash]) -> list[tuple[Tier, Record]]:
-        """Records of the leading run on the nearest shelf that has the first block, up to the next resident one."""
+        """Records of the leading run on the nearest shelf that has the first block, up to one that is nearer still."""
+        nearer: list[Shelf] = []
         for tier, shelf in self._shelves.items():
             run: list[tuple[Tier, Record]] = []
             for record in shelf.find(hashes):
-                if self._resident.find(record.block_hash) is not None or record.block_hash in self._by_hash:
+                block_hash = record.block_hash
+                if self._resident.find(block_hash) is not None or block_hash in self._by_hash:
+                    break
+                if any(other.holds(block_hash) for other in nearer):
                     break
                 run.append((tier, record))
             if run:
                 return run
+            nearer.append(shelf)
         return []
 
     def _submit(self, tier: Tier, items: Sequence[tuple[_Arrival, Record]]) -> None:

@@ -12,6 +12,8 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvtier.models.config import GenerationDefaults
@@ -20,7 +22,7 @@ from kvtier.request import SamplingParams
 _GREEDY_BELOW = 1e-5
 """Temperatures below it are greedy."""
 _FLOORS = (1e-3, 1e-5, 0.0)
-"""Weights, of the likeliest token's, above which top-p looks for its tokens first: sorting few is cheap."""
+"""Weights, of the likeliest token's, above which top-k and top-p look for their tokens first: sorting few is cheap."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,9 @@ def _asks_for_sampling(params: SamplingParams) -> bool:
     return narrowed or params.seed is not None
 
 
+Floats = npt.NDArray[np.float32]
+
+
 class SamplerState:
     """What one sequence brings to the sampler: its parameters and the tokens that its penalties count.
 
@@ -94,9 +99,9 @@ class SamplerState:
         prompt = sorted({i for i in prompt_ids if i < vocab}) if resolved.repetition_penalty != 1.0 else []
         self._positions = {token: position for position, token in enumerate(prompt)}
         capacity = max(64, 2 * len(prompt)) if resolved.penalized else 0
-        self._ids = torch.zeros(capacity, dtype=torch.int64)
-        self._ids[: len(prompt)] = torch.tensor(prompt, dtype=torch.int64)
-        self._counts = torch.zeros(capacity)  # of output tokens; 0 for those that are only in the prompt
+        self._ids = np.zeros(capacity, np.int64)
+        self._ids[: len(prompt)] = prompt
+        self._counts = np.zeros(capacity, np.float32)  # of output tokens; 0 for those that are only in the prompt
 
     def observe(self, token: int) -> None:
         """Take the next output token."""
@@ -105,20 +110,20 @@ class SamplerState:
             return
         position = self._positions.setdefault(token, len(self._positions))
         if position == len(self._ids):
-            self._ids = torch.cat([self._ids, torch.zeros_like(self._ids)])
-            self._counts = torch.cat([self._counts, torch.zeros_like(self._counts)])
+            self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
+            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
         self._ids[position] = token
         self._counts[position] += 1.0
 
-    def penalize(self, row: torch.Tensor) -> None:
-        """Apply the penalties to `row` (fp32 `[vocab]`, on the CPU) in place, at the cost of the distinct tokens."""
+    def penalize(self, row: Floats) -> None:
+        """Apply the penalties to `row` (`[vocab]`) in place, at the cost of the distinct tokens."""
         distinct = len(self._positions)
         if not self.resolved.penalized or distinct == 0:
             return
         ids, counts = self._ids[:distinct], self._counts[:distinct]
         values = row[ids]
         penalty = self.resolved.repetition_penalty
-        values = torch.where(values > 0, values / penalty, values * penalty)
+        values = np.where(values > 0, values / penalty, values * penalty)
         values -= self.resolved.frequency_penalty * counts
         values -= self.resolved.presence_penalty * (counts > 0)
         row[ids] = values
@@ -157,7 +162,7 @@ class Sampler:
                 tokens[i] = token
         others = [i for i, token in enumerate(tokens) if token < 0]
         if others:
-            copies = logits[others].to("cpu", torch.float32)  # an indexed read is a copy already
+            copies = logits[others].cpu().numpy()  # an indexed read is a copy already
             for i, copy in zip(others, copies, strict=True):
                 tokens[i] = _choose(copy, rows[i].state, rows[i].output_index)
         return tokens
@@ -171,47 +176,59 @@ def _best(logits: torch.Tensor) -> list[int]:
     return tokens
 
 
-def _choose(row: torch.Tensor, state: SamplerState, output_index: int) -> int:
-    """One token of one row, fp32 `[vocab]`, which is overwritten."""
+@np.errstate(over="ignore")  # a hopeless token's logit may become -inf
+def _choose(row: Floats, state: SamplerState, output_index: int) -> int:
+    """One token of one row (`[vocab]`), which is overwritten. In numpy, whose calls wait for no other threads."""
     state.penalize(row)
     resolved = state.resolved
-    best = _best(row[None])[0]
+    best = int(row.argmax())
+    assert np.isfinite(row[best]), "logits hold NaN, infinity, or nothing finite"
     if resolved.greedy:
         return best
-    weights = row.sub_(row[best].clone()).div_(resolved.temperature).exp_()  # the likeliest token has weight 1
+    row -= row[best]
+    row /= resolved.temperature
+    weights = np.exp(row, out=row)  # the likeliest token has weight 1
     if resolved.min_p > 0.0:
         weights[weights < resolved.min_p] = 0.0
     if 0 < resolved.top_k < len(weights):
-        weights[weights < weights.topk(resolved.top_k).values[-1]] = 0.0
+        weights[weights < _kth(weights, resolved.top_k)] = 0.0
     number = uniform(resolved.seed, output_index)
     if resolved.top_p >= 1.0:
         return _draw(weights, number)
-    kept, ids = _nucleus(weights, resolved.top_p)
-    return int(ids[_draw(kept, number)])
+    ids = _nucleus(weights, resolved.top_p)
+    return int(ids[_draw(weights[ids], number)])
 
 
-def _nucleus(weights: torch.Tensor, top_p: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The likeliest tokens, as few as reach `top_p` of the sum: `(weights, ids)`, likeliest first, then by id."""
-    wanted = top_p * float(_sums(weights)[-1])
+def _kth(weights: Floats, k: int) -> np.float32:
+    """The k-th largest weight; all that equal it are kept."""
     for floor in _FLOORS:
-        ids = torch.nonzero(weights > floor)[:, 0]
-        likely = weights[ids]
-        if floor == 0.0 or float(_sums(likely)[-1]) > wanted * (1 + 1e-9):
+        likely = weights[weights > floor]
+        if len(likely) >= k:
+            return np.float32(np.partition(likely, -k)[-k])
+    return np.float32(0.0)
+
+
+def _nucleus(weights: Floats, top_p: float) -> npt.NDArray[np.int64]:
+    """Ids of the likeliest tokens, as few as reach `top_p` of the sum; likeliest first, then by id."""
+    wanted = top_p * _sums(weights)[-1]
+    for floor in _FLOORS:
+        ids = np.flatnonzero(weights > floor)
+        if floor == 0.0 or _sums(weights[ids])[-1] > wanted * (1 + 1e-9):
             break
-    order = likely.argsort(descending=True, stable=True)
-    likely, ids = likely[order], ids[order]
-    count = int(torch.searchsorted(_sums(likely), wanted)) + 1
-    return likely[:count], ids[:count]
+    # Bits of floats above 0 order like the floats: one plain sort by (descending weight, id).
+    keys = (~weights[ids].view(np.uint32)).astype(np.uint64) << np.uint64(32) | ids.astype(np.uint64)
+    keys.sort()
+    ids = (keys & np.uint64(2**32 - 1)).astype(np.int64)
+    return ids[: int(np.searchsorted(_sums(weights[ids]), wanted)) + 1]
 
 
-def _draw(weights: torch.Tensor, number: float) -> int:
+def _draw(weights: Floats, number: float) -> int:
     """The index whose share of the weights holds `number` of [0, 1); an index without weight has no share."""
     sums = _sums(weights)
-    index = int(torch.searchsorted(sums, number * sums[-1], right=True))
-    last = int(torch.searchsorted(sums, sums[-1]))  # rounding must not lead past the last share
-    return min(index, last)
+    # A number of at most 1 - 2**-53 times the sum rounds to less than the sum, so the index is never past the end.
+    return int(np.searchsorted(sums, number * sums[-1], side="right"))
 
 
-def _sums(weights: torch.Tensor) -> torch.Tensor:
-    """Running sums in fp64, added in order."""
-    return weights.cumsum(0, dtype=torch.float64)
+def _sums(weights: Floats) -> npt.NDArray[np.float64]:
+    """Running sums, added in order."""
+    return weights.cumsum(dtype=np.float64)

@@ -18,6 +18,8 @@ from kvtier.request import FinishReason
 from kvtier.sequence import ScheduledSequence, Sequence, SequenceState
 from kvtier.store import Store
 
+PATIENCE_S = 1.0
+"""How long a running sequence waits for slots that transfers hold before later ones are preempted for it."""
 STALL_S = 30.0
 """A sequence whose slots are all held by hung transfers is given up after this long."""
 
@@ -152,21 +154,24 @@ class Scheduler:
                 sequence.allocated_blocks += len(slots)
                 sequence.stalled_since = None
                 return count
-            if store.busy and not self._is_stalled(sequence, now):
+            stalled_s = self._stalled_s(sequence, now)
+            if stalled_s < PATIENCE_S and store.awaits_slots(now):
                 return 0
             victim = max([*self._running, *(other for other, _ in self._fetches.values())], key=_rank)
             if victim is sequence and self.running_count == 1:
-                self._stalled.append(sequence)
+                if stalled_s > STALL_S:
+                    self._stalled.append(sequence)
                 return 0
             self._preempt(victim, plan)
+            sequence.stalled_since = None
             if victim is sequence:
                 return 0
 
-    def _is_stalled(self, sequence: Sequence, now: float) -> bool:
-        """Transfers have held the slots a sequence needs for longer than is sane."""
+    def _stalled_s(self, sequence: Sequence, now: float) -> float:
+        """How long transfers have held the slots that a sequence needs."""
         if sequence.stalled_since is None:
             sequence.stalled_since = now
-        return now - sequence.stalled_since > STALL_S
+        return now - sequence.stalled_since
 
     def _admit(self, now: float) -> Sequence | None:
         """Take the first waiting sequence in, if there is a place and room for what it has so far."""
@@ -178,7 +183,9 @@ class Scheduler:
         total = self._store.layout.block_count(len(sequence.tokens))
         fetch = self._store.fetch(known, min(total + self.running_count, self._store.slot_count), now)
         if fetch is None:
-            if self.running_count == 0 and self._is_stalled(sequence, now) and sequence not in self._stalled:
+            if self.running_count > 0:
+                sequence.stalled_since = None
+            elif self._stalled_s(sequence, now) > STALL_S and sequence not in self._stalled:
                 self._stalled.append(sequence)
             return None
         self._waiting.pop(0)

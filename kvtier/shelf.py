@@ -108,7 +108,7 @@ class Shelf:
             known = item.block_hash in self._writing or self._directory.holds(item.block_hash)
             if not known and item.block_hash not in chosen:
                 chosen[item.block_hash] = place
-        allowed = self._breakers[ShelfOperation.WRITE].allow(len(chosen), now)
+        allowed = self._allowed(ShelfOperation.WRITE, len(chosen))
         tickets: list[int | None] = [None] * len(items)
         starting: list[tuple[int, Record, memoryview]] = []
         groups = itertools.groupby(itertools.islice(chosen.values(), allowed), key=lambda place: items[place].tenant)
@@ -132,7 +132,7 @@ class Shelf:
             if (
                 self._closed
                 or len(self._waiting) >= self._limits.waiting_max
-                or self._breakers[ShelfOperation.READ].allow(1, self._now) == 0
+                or self._allowed(ShelfOperation.READ, 1) == 0
             ):
                 tickets.append(None)
             else:
@@ -145,7 +145,9 @@ class Shelf:
     def poll(self, now: float) -> list[ShelfDone]:
         """What has ended since the last call: written rows are published, bad ones dropped, the next reads started."""
         self._now = now
-        done = [self._finish(flight, result) for flight, result in self._transfers.poll()]
+        ended = self._transfers.poll()
+        done = self._end_writes([pair for pair in ended if pair[0].operation is ShelfOperation.WRITE])
+        done += self._end_reads([pair for pair in ended if pair[0].operation is ShelfOperation.READ])
         self._notice_late()
         if self._breakers[ShelfOperation.READ].is_open:
             done += self._refuse_waiting()
@@ -218,48 +220,61 @@ class Shelf:
         if stuck:
             log.warning("%s shelf closed with %d transfers stuck", self.tier.value, stuck)
 
+    def _allowed(self, operation: ShelfOperation, count: int) -> int:
+        """How many transfers may start. One that hangs is the probe itself: another would only hang beside it."""
+        breaker = self._breakers[operation]
+        hung = (flight.late and flight.operation is operation for flight in self._transfers.flights())
+        return 0 if breaker.is_open and any(hung) else breaker.allow(count, self._now)
+
     def _start_reads(self) -> None:
         count = min(len(self._waiting), self._transfers.room(ShelfOperation.READ))
         self._transfers.start(ShelfOperation.READ, [self._waiting.popleft() for _ in range(count)])
 
-    def _finish(self, flight: Flight, result: IoResult) -> ShelfDone:
-        judge = self._written if flight.operation is ShelfOperation.WRITE else self._has_read
-        outcome = judge(flight, result)
-        block_hash = flight.record.block_hash
-        return ShelfDone(flight.ticket, flight.operation, outcome, block_hash, result.moved_bytes, result.duration_ns)
+    def _end_writes(self, ended: Sequence[tuple[Flight, IoResult]]) -> list[ShelfDone]:
+        written = [(flight, result) for flight, result in ended if result.error_number is None]
+        answers = self._directory.publish([flight.record for flight, _ in written], self._now)
+        done = [_done(*pair, PUBLISHED[outcome]) for pair, (outcome, _) in zip(written, answers, strict=True)]
+        if written:
+            self._breakers[ShelfOperation.WRITE].succeeded()
+        for flight, result in ended:
+            self._writing.discard(flight.record.block_hash)
+            if result.error_number is not None:
+                self._directory.abandon([Grant(flight.record.slot, flight.record.generation)])
+                no_space = result.error_number in SPACE_ERRORS
+                self._trouble(flight.operation, result.error_number, at_once=no_space)
+                done.append(_done(flight, result, ShelfOutcome.NO_SPACE if no_space else ShelfOutcome.IO_ERROR))
+        return done
 
-    def _written(self, flight: Flight, result: IoResult) -> ShelfOutcome:
-        record, breaker = flight.record, self._breakers[ShelfOperation.WRITE]
-        self._writing.discard(record.block_hash)
-        if result.error_number is not None:
-            self._directory.abandon([Grant(record.slot, record.generation)])
-            if result.error_number in SPACE_ERRORS:
-                self._trouble(breaker.trip, flight, result.error_number)
-                return ShelfOutcome.NO_SPACE
-            self._trouble(breaker.failed, flight, result.error_number)
-            return ShelfOutcome.IO_ERROR
-        breaker.succeeded()
-        ((outcome, _),) = self._directory.publish([record], self._now)
-        return PUBLISHED[outcome]
+    def _end_reads(self, ended: Sequence[tuple[Flight, IoResult]]) -> list[ShelfDone]:
+        done: list[ShelfDone] = []
+        for flight, result in ended:
+            outcome = ShelfOutcome.DONE
+            if result.error_number is not None:
+                self._trouble(flight.operation, result.error_number)
+                outcome = ShelfOutcome.IO_ERROR
+            else:
+                self._breakers[ShelfOperation.READ].succeeded()
+                if result.value is not Verdict.GOOD:
+                    outcome = self._miss(flight.record, result)
+            done.append(_done(flight, result, outcome))
+        return done
 
-    def _has_read(self, flight: Flight, result: IoResult) -> ShelfOutcome:
-        record, breaker = flight.record, self._breakers[ShelfOperation.READ]
-        if result.error_number is not None:
-            self._trouble(breaker.failed, flight, result.error_number)
-            return ShelfOutcome.IO_ERROR
-        breaker.succeeded()
-        if result.value is Verdict.GOOD:
-            return ShelfOutcome.DONE
+    def _miss(self, record: Record, result: IoResult) -> ShelfOutcome:
+        """A row that came but is not the one: drop its record, unless that has changed meanwhile."""
         if not self._directory.drop([record]):
             return ShelfOutcome.STALE
         return ShelfOutcome.SHORT_READ if result.value is None else ShelfOutcome.BAD_ROW
 
-    def _trouble(self, tell: Callable[[float], None], flight: Flight, error_number: int) -> None:
-        openings = self._breakers[flight.operation].openings
-        tell(self._now)
-        if self._breakers[flight.operation].openings > openings:
+    def _trouble(self, operation: ShelfOperation, error_number: int, at_once: bool = False) -> None:
+        breaker = self._breakers[operation]
+        openings = breaker.openings
+        if at_once:
+            breaker.trip(self._now)
+        else:
+            breaker.failed(self._now)
+        if breaker.openings > openings:
             name = errno.errorcode.get(error_number, str(error_number))
-            log.warning("%s shelf: no more %ss for now: %s", self.tier.value, flight.operation.value, name)
+            log.warning("%s shelf: no more %ss for now: %s", self.tier.value, operation.value, name)
 
     def _notice_late(self) -> None:
         """A transfer that hangs counts as a failure once; the flights are in order of their start."""
@@ -269,7 +284,7 @@ class Shelf:
             if not flight.late and self._now - flight.seen_at > self._limits.late_s:
                 flight.late = True
                 self._counts["late"] += 1
-                self._trouble(self._breakers[flight.operation].failed, flight, errno.ETIMEDOUT)
+                self._trouble(flight.operation, errno.ETIMEDOUT)
 
     def _refuse_waiting(self) -> list[ShelfDone]:
         refused = [
@@ -278,6 +293,11 @@ class Shelf:
         ]
         self._waiting.clear()
         return refused
+
+
+def _done(flight: Flight, result: IoResult, outcome: ShelfOutcome) -> ShelfDone:
+    block_hash = flight.record.block_hash
+    return ShelfDone(flight.ticket, flight.operation, outcome, block_hash, result.moved_bytes, result.duration_ns)
 
 
 PUBLISHED = {

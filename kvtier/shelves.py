@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvtier.block import KVLayout, Tier
-from kvtier.cache_directory import CacheDirectory, lock_exclusively
+from kvtier.cache_directory import CacheDirectory
 from kvtier.config import IoConfig
 from kvtier.directory import Directory
 from kvtier.errors import ConfigError, ShelfError
@@ -93,10 +93,8 @@ def open_nvme_shelf(
     try:
         folder = cache.layout_folder(layout)
         slot_count = _nvme_slot_count(form, budget_bytes, cache.other_bytes(layout))
-        slab, fresh = open_nvme_slab(folder, form.slot_bytes, slot_count, calls)
+        slab, fresh = open_nvme_slab(folder, form.slot_bytes, slot_count, calls, end)
         cache.hold(slab.descriptor)
-        if not lock_exclusively(slab.descriptor, end):
-            raise ShelfError("NVMe slab: writes of an engine that is gone are still under way")
         engine = ThreadsEngine(io.readers, io.writers, limits.in_flight_max, wake, calls)
         shape = JournalShape(slab.epoch, slot_count, form.slice_count)
         found = Replay(ReplayState.MISSING, [], 0) if fresh else _recover(folder, shape, slab, form, engine, limits)

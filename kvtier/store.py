@@ -22,6 +22,9 @@ from kvtier.tiers.hbm import HbmArena
 RETRY_S = 5.0
 """How often a shelf that could not be opened is tried again."""
 
+OVERDUE_S = 1.0
+"""Nobody waits for the slot of a transfer that is under way longer."""
+
 ShelfOpener = Callable[[], Shelf | None]
 
 
@@ -82,6 +85,10 @@ class Store:
     def busy(self) -> bool:
         """Transfers are in flight, so a completion will come."""
         return self.transfer_count > 0
+
+    def awaits_slots(self, now: float) -> bool:
+        """A transfer that holds a slot of HBM and is not overdue is in flight: waiting a little may give slots."""
+        return now - max(self._promoter.newest_at, self._demoter.newest_at) < OVERDUE_S
 
     def address(self, slot: int) -> int:
         """Base address of a slot's row."""

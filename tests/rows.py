@@ -68,7 +68,7 @@ class ShelfUser:
 
     def __init__(self, shelf: Shelf, bell: Bell) -> None:
         self.shelf = shelf
-        self.now = 1000.0
+        self.now = time.monotonic()
         self._bell = bell
 
     def finish(self, tickets: Sequence[int | None], timeout_s: float = 20.0) -> list[ShelfDone | None]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -36,7 +37,7 @@ def make_checkpoint(
     stored: torch.dtype = torch.float32,
     tokenizer: bool = False,
     shards: int = 1,
-    **overrides: object,
+    **overrides: Any,
 ) -> Path:
     """Write config.json and the weights (and the tokenizer, if asked) into `folder`; returns it.
 
@@ -44,7 +45,7 @@ def make_checkpoint(
     `overrides` replace or add fields of config.json; an override of ... (Ellipsis) leaves the field out.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    config: dict[str, object] = {
+    config: dict[str, Any] = {
         "architectures": [ARCHITECTURES[family]],
         "model_type": family,
         "hidden_act": "silu",
@@ -76,13 +77,13 @@ def make_checkpoint(
     return folder
 
 
-def random_weights(config: dict[str, object], seed: int, stored: torch.dtype) -> dict[str, torch.Tensor]:
+def random_weights(config: dict[str, Any], seed: int, stored: torch.dtype) -> dict[str, torch.Tensor]:
     """Tensors by their Hugging Face names, scaled so that activations and logits are of order 1."""
     generator = torch.Generator().manual_seed(seed)
-    family, hidden, vocab = config["model_type"], int(config["hidden_size"]), int(config["vocab_size"])  # type: ignore[call-overload]
-    heads, inner = int(config["num_attention_heads"]), int(config["intermediate_size"])  # type: ignore[call-overload]
-    kv_heads = int(config["num_key_value_heads"] or heads)  # type: ignore[call-overload]
-    head_dim = int(config.get("head_dim") or hidden // heads)  # type: ignore[call-overload]
+    family, hidden, vocab = config["model_type"], int(config["hidden_size"]), int(config["vocab_size"])
+    heads, inner = int(config["num_attention_heads"]), int(config["intermediate_size"])
+    kv_heads = int(config["num_key_value_heads"] or heads)
+    head_dim = int(config.get("head_dim") or hidden // heads)
     attention_bias = family in ("llama", "qwen3") and bool(config.get("attention_bias"))
     weights: dict[str, torch.Tensor] = {}
 
@@ -96,7 +97,7 @@ def random_weights(config: dict[str, object], seed: int, stored: torch.dtype) ->
 
     matrix("model.embed_tokens", vocab, hidden)
     weights["model.embed_tokens.weight"] *= 2
-    for layer in range(int(config["num_hidden_layers"])):  # type: ignore[call-overload]
+    for layer in range(int(config["num_hidden_layers"])):
         prefix = f"model.layers.{layer}"
         norm(f"{prefix}.input_layernorm", hidden)
         norm(f"{prefix}.post_attention_layernorm", hidden)
@@ -135,7 +136,7 @@ def write_weights(folder: Path, weights: dict[str, torch.Tensor], shards: int = 
 def make_tokenizer(folder: Path) -> None:
     """Write tokenizer.json (byte-level BPE: 3 special tokens, 256 bytes, a few merges) and tokenizer_config.json."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    merges = [tuple(merge.split(" ")) for merge in MERGES]
+    merges = [(left, right) for left, right in (merge.split(" ") for merge in MERGES)]
     tokens = [*SPECIAL_TOKENS, *alphabet, *("".join(merge) for merge in merges)]
     tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -65,7 +65,7 @@ class IoEngine(Protocol):
 
     MUST keep reads and writes apart, so that hung writes never delay a read. MUST NOT hold a request's buffers after
     its result was polled, nor give a result before the kernel is done with them. Calls `wake` (from any thread) after
-    a result was added to an empty result queue.
+    each result that can be polled.
     """
 
     def submit(self, requests: Sequence[IoRequest]) -> int:

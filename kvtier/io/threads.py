@@ -119,14 +119,12 @@ class ThreadsEngine:
                 lane.running += 1
             result = self._outcome(request)
             del request
-            first = not self._done
             self._done.append((lane, result))
             with lane.changed:
                 lane.running -= 1
                 if lane.closed:
                     lane.changed.notify_all()
-            if first:
-                self._wake()
+            self._wake()
 
     def _outcome(self, request: IoRequest) -> IoResult | Exception:
         try:

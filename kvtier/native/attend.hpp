@@ -121,6 +121,7 @@ class TileTask {
         const int begin = visible_begin(tile_->position, start);
         const int end = visible_end(tile_->position + tile_->queries - 1, start);
         find_rows(start, begin, end);
+        prefetch_rows(start + SPAN);
         for (int i = begin / LANES * LANES; i < end; i += LANES) Simd::transpose(key_rows_ + i, dim_, keys_ + i, SPAN);
         const int rows = tile_->queries * group_heads_;
         const bool widen = rows > TILE_ROWS || dim_ % LANES != 0;
@@ -155,6 +156,22 @@ class TileTask {
                 key_rows_[place] = keys + long(i) * dim_;
                 value_rows_[place] = values + long(i) * dim_;
             }
+        }
+    }
+
+    // Asks for K and V of the span at `start`, which comes next: rows lie anywhere, so the CPU cannot guess it.
+    void prefetch_rows(int start) {
+        const int end = smaller(start + SPAN, tile_->position + tile_->queries);
+        for (int place = start; place < end;) {
+            const int block = place / rows_.block_tokens, offset = place % rows_.block_tokens;
+            const int count = smaller(rows_.block_tokens - offset, end - place);
+            const char* keys = reinterpret_cast<const char*>(table_[block]) + rows_.layer_bytes +
+                               tile_->kv_head * rows_.head_bytes + long(offset) * dim_ * long(sizeof(T));
+            for (long i = 0; i < long(count) * dim_ * long(sizeof(T)); i += 64) {
+                __builtin_prefetch(keys + i, 0, PFL);
+                __builtin_prefetch(keys + rows_.value_bytes + i, 0, PFL);
+            }
+            place += count;
         }
     }
 

@@ -45,15 +45,21 @@ def advise_huge(mapping: mmap.mmap) -> None:
 
 
 def populate(mapping: mmap.mmap) -> None:
-    """Give every page of a writable mapping real memory now, so that no later write can fail or stall."""
-    view = memoryview(mapping)
-    for start in range(0, len(mapping), _POPULATE_CHUNK_BYTES):
-        length = min(_POPULATE_CHUNK_BYTES, len(mapping) - start)
-        try:
-            mapping.madvise(_MADV_POPULATE_WRITE, start, length)
-        except OSError:
-            for page in range(start, start + length, ALIGNMENT):
-                view[page] = view[page]
+    """Give every page of private memory real memory now, so that no later write can fail or stall."""
+    if not populate_by_advice(mapping):
+        view = memoryview(mapping)
+        for page in range(0, len(mapping), ALIGNMENT):
+            view[page] = view[page]
+
+
+def populate_by_advice(mapping: mmap.mmap) -> bool:
+    """Ask the kernel (5.14 or later) to populate a mapping, in huge pages where it may; whether it did."""
+    try:
+        for start in range(0, len(mapping), _POPULATE_CHUNK_BYTES):
+            mapping.madvise(_MADV_POPULATE_WRITE, start, min(_POPULATE_CHUNK_BYTES, len(mapping) - start))
+    except OSError:
+        return False
+    return True
 
 
 def address_of(mapping: mmap.mmap) -> int:

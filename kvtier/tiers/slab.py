@@ -11,7 +11,6 @@ import ctypes
 import logging
 import mmap
 import os
-import stat
 import struct
 from dataclasses import dataclass
 
@@ -20,8 +19,9 @@ from xxhash import xxh3_64_intdigest
 from kvtier.block import ALIGNMENT
 from kvtier.errors import ConfigError, ShelfError
 from kvtier.io.base import SystemCalls
+from kvtier.io.files import check_private, lock_exclusively
 from kvtier.tiers.header import HEADER_BYTES
-from kvtier.tiers.memory import advise_huge, check_memory, populate
+from kvtier.tiers.memory import advise_huge, check_memory, populate_by_advice
 
 log = logging.getLogger(__name__)
 
@@ -78,25 +78,28 @@ def make_dram_slab(slot_bytes: int, slot_count: int, key: str = "tiers.dram.byte
         os.ftruncate(descriptor, total_bytes)
         mapping = mmap.mmap(descriptor, total_bytes)
         advise_huge(mapping)
-        os.posix_fallocate(descriptor, 0, total_bytes)
-        populate(mapping)
+        populate_by_advice(mapping)
+        os.posix_fallocate(descriptor, 0, total_bytes)  # a hole would be a signal at some later write, not an error
     except OSError as error:
         os.close(descriptor)
         raise ConfigError(f"{key}: {total_bytes} bytes of memory refused ({error.strerror})") from None
     return Slab(descriptor, 0, slot_bytes, slot_count, bytes(EPOCH_BYTES), mapping=mapping)
 
 
-def open_nvme_slab(folder: int, slot_bytes: int, slot_count: int, calls: SystemCalls) -> tuple[Slab, bool]:
+def open_nvme_slab(
+    folder: int, slot_bytes: int, slot_count: int, calls: SystemCalls, end: float = 0.0
+) -> tuple[Slab, bool]:
     """The slab file in the folder (a descriptor), made, grown or cut to `slot_count`; also whether its rows are new.
 
-    A file of another geometry or version is emptied first, with one log line. ShelfError if the disk has no room, with
-    the file left as it was.
+    Waits until the monotonic time `end` for writes of a dead engine that have yet to land. A file of another geometry
+    or version is emptied first, with one log line. ShelfError if the disk has no room, with the file left as it was.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = -1
     try:
         descriptor = os.open(SLAB_NAME, flags, 0o600, dir_fd=folder)
         check_private(descriptor, SLAB_NAME)
+        _lock(descriptor, end)
         epoch, old_count = _read_superblock(descriptor, slot_bytes)
         fresh = epoch is None
         slab = Slab(descriptor, SUPERBLOCK_BYTES, slot_bytes, slot_count, epoch or os.urandom(EPOCH_BYTES))
@@ -104,8 +107,10 @@ def open_nvme_slab(folder: int, slot_bytes: int, slot_count: int, calls: SystemC
             log.warning("NVMe slab resized from %d to %d slots", old_count, slot_count)
         _resize(slab, folder, fresh, calls)
         _write_superblock(slab, calls)
-        slab.descriptor = -1
         slab.descriptor, slab.direct = _reopen_direct(folder, descriptor)
+        os.close(descriptor)
+        descriptor = -1
+        _lock(slab.descriptor, end)
         return slab, fresh
     except OSError as error:
         raise ShelfError(f"NVMe slab cannot be opened: {error.strerror}") from None
@@ -114,12 +119,10 @@ def open_nvme_slab(folder: int, slot_bytes: int, slot_count: int, calls: SystemC
             os.close(descriptor)
 
 
-def check_private(descriptor: int, name: str) -> None:
-    """ShelfError unless this is a plain file of ours without other links; its mode becomes 0600."""
-    status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_nlink != 1:
-        raise ShelfError(f"{name} in the cache directory is no plain file of this user's own; remove it")
-    os.fchmod(descriptor, 0o600)
+def _lock(descriptor: int, end: float) -> None:
+    """A lock on the descriptor that does the I/O outlives its process until the last write has landed."""
+    if not lock_exclusively(descriptor, end):
+        raise ShelfError("NVMe slab: writes of an engine that is gone are still under way")
 
 
 def direct_io_alignment(descriptor: int) -> int | None:
@@ -206,4 +209,5 @@ def _reopen_direct(folder: int, descriptor: int) -> tuple[int, bool]:
     elif alignment > ALIGNMENT:
         refused = f"it needs an alignment of {alignment} bytes"
     log.warning("NVMe slab uses buffered I/O, not direct I/O: %s", refused)
-    return os.dup(descriptor), False
+    buffered = os.open(SLAB_NAME, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+    return buffered, False

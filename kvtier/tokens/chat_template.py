@@ -26,6 +26,7 @@ from kvtier.errors import CheckpointError, InvalidRequest
 
 MESSAGES_MAX = 10_000
 MESSAGE_DEPTH_MAX = 16
+NUMBER_BITS_MAX = 4096
 _METER = "kvtier_meter"
 
 
@@ -219,8 +220,10 @@ class _Environment(ImmutableSandboxedEnvironment):
             for sequence, count in ((left, right), (right, left)):
                 if isinstance(sequence, (str, list, tuple)) and isinstance(count, int):
                     meter.built(len(sequence) * count)
-        if operator == "**" and isinstance(right, (int, float)) and abs(right) > 64:
-            raise InvalidRequest(f"chat: the template raises a number to the power {right}")
+        if operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
+            bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
+            if bits > NUMBER_BITS_MAX:
+                raise InvalidRequest(f"chat: the template makes a number of more than {NUMBER_BITS_MAX} bits")
         return super().call_binop(context, operator, left, right)
 
 

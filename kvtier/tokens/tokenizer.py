@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import tokenizers
-from tokenizers.processors import TemplateProcessing
 
 from kvtier.errors import CheckpointError, InvalidRequest
 from kvtier.tokens.chat_template import ChatTemplate, RenderLimits
@@ -58,15 +57,15 @@ class Tokenizer:
         config = _read_object(folder / "special_tokens_map.json") | _read_object(folder / "tokenizer_config.json")
         special_tokens = {name: text for name in SPECIAL_NAMES if (text := _content(config.get(name))) is not None}
         _add_tokens(inner, config, special_tokens, path)
-        _set_template(inner, config, special_tokens)
         template = ChatTemplate.load(folder, config, special_tokens, limits or RenderLimits())
         return cls(inner, special_tokens, template)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; special tokens written in the text are recognised as such.
 
-        `add_special_tokens` adds what the model folder wants around a prompt (often BOS). Raises InvalidRequest if
-        `text` is no valid Unicode.
+        `add_special_tokens` adds what the post-processor of tokenizer.json puts around a prompt (often BOS); as in
+        transformers, that goes before `add_bos_token` of tokenizer_config.json. Raises InvalidRequest if `text` is no
+        valid Unicode.
         """
         try:
             text.encode()
@@ -129,9 +128,9 @@ def _add_tokens(
 ) -> None:
     """Bring in added tokens that only tokenizer_config.json knows, and mark the named ones special."""
     known = {token.content: token for token in inner.get_added_tokens_decoder().values()}
-    declared = config.get("added_tokens_decoder") or {}
-    if not isinstance(declared, Mapping):
-        raise CheckpointError(f"{path.parent / 'tokenizer_config.json'}: added_tokens_decoder must be an object")
+    declared = config.get("added_tokens_decoder", {})
+    if not isinstance(declared, Mapping) or not all(key.isdecimal() for key in declared):
+        raise CheckpointError(f"{path.parent / 'tokenizer_config.json'}: added_tokens_decoder must map ids to tokens")
     for token_id, value in sorted(declared.items(), key=lambda item: int(item[0])):
         text = _content(value)
         if text is None or text in known:
@@ -148,18 +147,6 @@ def _add_tokens(
     for text in dict.fromkeys(texts):
         if inner.token_to_id(text) is not None and not (text in known and known[text].special):
             inner.add_special_tokens([tokenizers.AddedToken(text, special=True, normalized=False)])
-
-
-def _set_template(inner: tokenizers.Tokenizer, config: Mapping[str, object], special_tokens: Mapping[str, str]) -> None:
-    """Follow `add_bos_token`/`add_eos_token` where the config states them; else the file's own post-processor stays."""
-    if config.get("add_bos_token") is None and config.get("add_eos_token") is None:
-        return
-    wanted = {"bos_token": config.get("add_bos_token"), "eos_token": config.get("add_eos_token")}
-    texts = {name: special_tokens[name] for name, flag in wanted.items() if flag and name in special_tokens}
-    ids = {text: token_id for text in texts.values() if (token_id := inner.token_to_id(text)) is not None}
-    before = [text for name, text in texts.items() if name == "bos_token" and text in ids]
-    after = [text for name, text in texts.items() if name == "eos_token" and text in ids]
-    inner.post_processor = TemplateProcessing(single=[*before, "$A", *after], special_tokens=list(ids.items()))
 
 
 def _content(value: object) -> str | None:

@@ -56,8 +56,11 @@ class Machine:
     def step(self) -> None:
         self.now += self.chance.choice([0.0, 1.0])
         operation = self.chance.choice(
-            [self.reserve, self.reserve, *[self.publish] * 5, self.abandon, self.find, self.find, self.touch]
-            + [self.acquire, *[self.release] * 3, self.drop, self.coldest]
+            2 * [self.reserve]
+            + 5 * [self.publish]
+            + 2 * [self.find]
+            + 3 * [self.release]
+            + [self.abandon, self.touch, self.acquire, self.drop, self.coldest]
         )
         operation()
         self.directory.check()
@@ -174,7 +177,7 @@ def test_the_directory_agrees_with_the_oracle_whatever_happens(block: int) -> No
     hits = evictions = 0
     for seed in range(block * 10, block * 10 + 10):
         machine = Machine(seed)
-        for _ in range(250):
+        for _ in range(500):
             machine.step()
         hits += machine.hits
         evictions += machine.directory.evictions

@@ -24,11 +24,8 @@ REPOSITORY = ROOT / "model_repository"
 MODEL = "smollm2"
 """The name both models are served under: that of the shipped folder."""
 TINY_CONTEXT = 8192
-TINY_HBM_BLOCKS = 128
-TINY_BLOCK_BYTES = 3 * 4096 * 4
-"""3 layers of 16 tokens x 2 KV heads x 16 dims x 2 x 4 bytes, each padded to 4 KiB multiples: see `tiny_overrides`."""
-
-collect_ignore_glob: list[str] = []
+TINY_HBM = "1MiB"
+"""85 blocks of 3 layers x 4 KiB, 16 tokens each: 1,360 tokens."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -53,7 +50,7 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(folder, tokenizer=True, max_position_embeddings=TINY_CONTEXT)
 
 
-def tiny_overrides(checkpoint: Path, cache: Path, hbm: str = "4MiB") -> dict[str, str]:
+def tiny_overrides(checkpoint: Path, cache: Path, hbm: str = TINY_HBM) -> dict[str, str]:
     """What points the shipped model folder at a tiny checkpoint with little memory."""
     return {
         "model": str(checkpoint),
@@ -107,7 +104,7 @@ def smollm2(start_server: StartServer, tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture(scope="session")
 def tiny(start_server: StartServer, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> TritonServer:
-    """A tiny model whose HBM holds a few thousand tokens."""
+    """A tiny model whose HBM holds 1,360 tokens."""
     return start_server(tiny_overrides(tiny_checkpoint, tmp_path_factory.mktemp("tiny-cache")))
 
 

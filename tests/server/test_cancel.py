@@ -12,8 +12,8 @@ from kvtier.client import Client
 from kvtier.serving import TritonServer
 
 ENDLESS = json.dumps({"temperature": 0, "ignore_eos": True})
-LONG = 1500
-"""Tokens of an answer that takes seconds, and with its prompt fills most of the tiny HBM."""
+LONG = 1300
+"""Tokens of an answer that takes seconds and fills nearly all of the tiny HBM."""
 
 
 def cancelled(server: TritonServer) -> float:
@@ -37,11 +37,8 @@ def test_closing_a_grpc_stream_frees_its_blocks(tiny: TritonServer, client: Clie
     for stream in streams:
         stream.close()
     wait_until_cancelled(tiny, before + 4)
-    started = time.monotonic()
-    whole = list(client.infer({**request, "max_tokens": LONG, "stream": False}, timeout_s=60))
-    assert len(whole[0].outputs["output_ids"]) == LONG
-    alone_s = time.monotonic() - started
-    assert alone_s < 45, "the cancelled requests still run"
+    whole = list(client.infer({**request, "stream": False}, timeout_s=60))
+    assert len(whole[0].outputs["output_ids"]) == LONG, "the blocks of the cancelled requests are missing"
 
 
 def test_closing_generate_stream_ends_its_request(tiny: TritonServer) -> None:

@@ -26,7 +26,14 @@ def grpc(smollm2: TritonServer) -> Client:
 
 def ask(client: Client, prompt: str = PROMPT, stream: bool = True, **inputs: object) -> list[Response]:
     """All responses to a greedy request of 24 tokens."""
-    wanted = {"text_input": prompt, "stream": stream, "max_tokens": 24, "sampling_parameters": GREEDY, **ASKED, **inputs}
+    wanted = {
+        "text_input": prompt,
+        "stream": stream,
+        "max_tokens": 24,
+        "sampling_parameters": GREEDY,
+        **ASKED,
+        **inputs,
+    }
     return list(client.infer(wanted, timeout_s=60))
 
 

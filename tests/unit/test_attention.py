@@ -9,7 +9,7 @@ import ctypes
 import itertools
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -34,6 +34,14 @@ for name in ISAS:
     BACKENDS[name] = lambda threads, isa=name: NativeAttention(threads, isa)  # type: ignore[misc]
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1.5e-3}
+
+
+@pytest.fixture(autouse=True)
+def _one_torch_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=[pytest.param(make, id=name) for name, make in BACKENDS.items()])
@@ -172,9 +180,9 @@ def test_bits_do_not_depend_on_chunks_batch_threads_or_table(make: MakeBackend, 
     random = torch.Generator().manual_seed(seed)
     block_tokens, head_dim, group = ((16, 64, 3), (8, 32, 1), (128, 64, 4), (32, 40, 8))[seed]
     layout = KVLayout(2, 2, head_dim, block_tokens, "float32")
-    chats = [Chat(layout, 2 * group, length, seed=seed * 10 + i) for i, length in enumerate((300, 150, 77))]
+    chats = [Chat(layout, 2 * group, length, seed=seed * 10 + i) for i, length in enumerate((200, 150, 77))]
     whole = [run_pass(make(1), [(chat, 0, chat.length)], window)[0] for chat in chats]
-    for threads in (1, 2, 3):
+    for threads in (1, 2, 3) if make(1).name == "native" else (1,):
         for chat in chats:
             chat.forget()
         backend = make(threads)
@@ -182,7 +190,7 @@ def test_bits_do_not_depend_on_chunks_batch_threads_or_table(make: MakeBackend, 
         while any(place < chat.length for place, chat in zip(done, chats, strict=True)):
             pieces, indices = [], torch.randperm(3, generator=random).tolist()
             for i in indices:
-                longest = (1, 2, 140)[int(torch.randint(3, (), generator=random))]
+                longest = (1, 20, 140)[int(torch.randint(3, (), generator=random))]
                 step = int(torch.randint(1, longest + 1, (), generator=random))
                 if done[i] < chats[i].length:
                     pieces.append((i, done[i], min(done[i] + step, chats[i].length)))

@@ -89,7 +89,7 @@ def test_a_gguf_file_becomes_the_checkpoint_it_was_made_from(tmp_path: Path) -> 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     ids = tokenizer.encode(text).ids
     assert ids[0] == 1 and "Ġand" in tokenizer.encode(text).tokens
-    assert [token for token in tokenizer.encode("2026").tokens] == ["2", "0", "2", "6"]
+    assert tokenizer.encode("2026").tokens == ["2", "0", "2", "6"]
     assert tokenizer.decode(ids, skip_special_tokens=False) == text
     assert json.loads((folder / "tokenizer_config.json").read_text())["chat_template"] == CHAT_TEMPLATE
 

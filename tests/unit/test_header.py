@@ -50,7 +50,11 @@ def test_packing_leaves_nothing_of_what_the_page_held_before() -> None:
 def test_every_flipped_bit_of_the_header_is_caught() -> None:
     page, row, record = written()
     chance = random.Random(1)
-    places = [*range(300), *(chance.randrange(HEADER_BYTES) for _ in range(300)), *range(HEADER_BYTES - 8, HEADER_BYTES)]
+    places = [
+        *range(300),
+        *(chance.randrange(HEADER_BYTES) for _ in range(300)),
+        *range(HEADER_BYTES - 8, HEADER_BYTES),
+    ]
     for place in places:
         page[place] ^= 1 << chance.randrange(8)
         assert check_row(page, row, record, FORM) is Verdict.HEADER, place

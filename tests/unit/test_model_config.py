@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import transformers
@@ -14,12 +15,12 @@ from kvtier.models.rope import DefaultRope, YarnRope
 from tests.tiny import make_checkpoint
 
 
-def read(folder: Path, family: str = "llama", **overrides: object) -> ModelConfig:
+def read(folder: Path, family: str = "llama", **overrides: Any) -> ModelConfig:
     """The config of a tiny checkpoint with these fields."""
     return ModelConfig.from_folder(make_checkpoint(folder, family, **overrides))
 
 
-def write_config(folder: Path, **fields: object) -> Path:
+def write_config(folder: Path, **fields: Any) -> Path:
     """A folder with a valid Llama config.json in which `fields` are replaced; no weights."""
     config = {
         "model_type": "llama",
@@ -46,9 +47,7 @@ def write_config(folder: Path, **fields: object) -> Path:
         ("qwen3", {"head_dim": 32}, 32),
     ],
 )
-def test_head_dim_is_explicit_or_derived(
-    tmp_path: Path, family: str, overrides: dict[str, object], head_dim: int
-) -> None:
+def test_head_dim_is_explicit_or_derived(tmp_path: Path, family: str, overrides: dict[str, Any], head_dim: int) -> None:
     assert read(tmp_path, family, **overrides).head_dim == head_dim
 
 
@@ -79,12 +78,12 @@ def test_qwen3_without_head_dim_has_its_own_default(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_windows(tmp_path: Path, family: str, overrides: dict[str, object], windows: tuple[int | None, ...]) -> None:
+def test_windows(tmp_path: Path, family: str, overrides: dict[str, Any], windows: tuple[int | None, ...]) -> None:
     assert read(tmp_path, family, **overrides).windows == windows
 
 
 def test_biases_and_norms_follow_the_family(tmp_path: Path) -> None:
-    def flags(family: str, **overrides: object) -> tuple[bool, bool, bool, bool]:
+    def flags(family: str, **overrides: Any) -> tuple[bool, bool, bool, bool]:
         config = ModelConfig.from_folder(write_config(tmp_path, model_type=family, **overrides))
         return config.qkv_bias, config.output_bias, config.mlp_bias, config.qk_norm
 
@@ -106,7 +105,7 @@ def test_what_transformers_saves_reads_like_what_was_written(tmp_path: Path, fam
 
 
 def test_dtype_in_both_spellings(tmp_path: Path) -> None:
-    def dtype(**fields: object) -> str | None:
+    def dtype(**fields: Any) -> str | None:
         return ModelConfig.from_folder(write_config(tmp_path, **fields)).checkpoint_dtype
 
     assert dtype() is None
@@ -135,13 +134,13 @@ def test_yarn_stretches_the_context_and_other_ropes_do_not(tmp_path: Path) -> No
 
 
 def test_architecture_is_json_and_tells_apart_what_decides_the_bytes_of_k_and_v(tmp_path: Path) -> None:
-    def architecture(**fields: object) -> str:
+    def architecture(**fields: Any) -> str:
         return json.dumps(ModelConfig.from_folder(write_config(tmp_path, **fields)).architecture(), sort_keys=True)
 
     plain = architecture()
     assert architecture(eos_token_id=5, torch_dtype="float16", bos_token_id=9, _name_or_path="x") == plain
     assert architecture(rope_scaling={"type": "dynamic", "factor": 2.0}) == plain
-    different: list[dict[str, object]] = [
+    different: list[dict[str, Any]] = [
         {"rope_theta": 5e5},
         {"rope_scaling": {"type": "linear", "factor": 2.0}},
         {"rms_norm_eps": 1e-5},
@@ -155,7 +154,7 @@ def test_architecture_is_json_and_tells_apart_what_decides_the_bytes_of_k_and_v(
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
-REFUSALS: list[tuple[dict[str, object], str]] = [
+REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "gemma3"}, r"model_type is 'gemma3', supported are llama, mistral, qwen2, qwen3"),
     ({"model_type": None}, r"model_type is None"),
     ({"architectures": ["LlamaForSequenceClassification"]}, r"architectures .*expected LlamaForCausalLM"),
@@ -218,7 +217,7 @@ REFUSALS: list[tuple[dict[str, object], str]] = [
 
 
 @pytest.mark.parametrize(("fields", "message"), REFUSALS, ids=[str(index) for index in range(len(REFUSALS))])
-def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, fields: dict[str, object], message: str) -> None:
+def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         ModelConfig.from_folder(write_config(tmp_path, **fields))
 

@@ -1,0 +1,168 @@
+"""`kvtier chat`: a conversation in the terminal, or over a pipe with one line a turn.
+
+Owns the conversation. Each turn sends the whole history again; the engine finds its blocks in the tiers, and the line
+under each answer says in which.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvtier.cli import options
+from kvtier.cli.terminal import cost_line, loaded_engine, messages, reported
+from kvtier.errors import InvalidRequest, RequestError
+from kvtier.request import SamplingParams
+
+if TYPE_CHECKING:
+    from kvtier.engine import Engine
+
+WELCOME = "[dim]/reset starts over, /quit or Ctrl-D ends, Ctrl-C cuts an answer short[/]"
+
+
+def chat(
+    model: options.ModelDirectory,
+    system: Annotated[
+        str | None, typer.Option("--system", metavar="TEXT", help="What the model is told first.")
+    ] = None,
+    max_tokens: options.MaxTokens = None,
+    temperature: options.Temperature = None,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
+    repetition_penalty: options.RepetitionPenalty = None,
+    seed: options.Seed = None,
+    stop: options.Stop = None,
+    config: options.ConfigFile = None,
+    overrides: options.Overrides = None,
+    dtype: options.Dtype = None,
+    hbm: options.Hbm = None,
+    dram: options.Dram = None,
+    nvme: options.Nvme = None,
+    cache_directory: options.CacheDirectory = None,
+) -> None:
+    """Talk to a model. The line under each answer says where the history's tokens came from.
+
+    With a pipe on stdin, each line is one turn and only the answers go to stdout.
+
+    Examples:
+
+      [bold]kvtier chat .cache/models/smollm2[/]
+
+      [bold]kvtier chat .cache/models/smollm2 --system "Answer in French." --temperature 0[/]
+
+      [bold]kvtier chat .cache/models/smollm2 --hbm 64MiB --nvme 10GiB[/]     warm again next time
+
+      [bold]printf 'Name a river.\\nAnd a longer one?\\n' | kvtier chat .cache/models/smollm2[/]
+    """
+    with reported():
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            seed=seed,
+            stop=tuple(stop or ()),
+        )
+        resolved = options.engine_config(
+            model, config, overrides, cache_directory, dtype=dtype, hbm=hbm, dram=dram, nvme=nvme
+        )
+        with loaded_engine(resolved) as engine:
+            if engine.tokenizer is None or engine.tokenizer.chat_template is None:
+                raise InvalidRequest(f"{model}: has no chat template to talk with; use kvtier generate")
+            converse(Conversation(engine, params, system), interactive=sys.stdin.isatty())
+
+
+@dataclass(eq=False, slots=True)
+class Conversation:
+    """What was said so far."""
+
+    engine: Engine
+    params: SamplingParams
+    system: str | None
+    turns: list[dict[str, object]] = field(default_factory=list)
+
+    def say(self, text: str) -> Generator[str, None, None]:
+        """Add a turn and yield the pieces of its answer; then tell its cost on stderr.
+
+        A turn that is refused leaves no trace; one that is cut short stays with what was said.
+        """
+        system: list[dict[str, object]] = [{"role": "system", "content": self.system}] if self.system else []
+        self.turns.append({"role": "user", "content": text})
+        answer: list[str] = []
+        started = time.monotonic()
+        try:
+            events = self.engine.stream([*system, *self.turns], self.params)
+        except RequestError:
+            self.turns.pop()
+            raise
+        try:
+            for event in events:
+                answer.append(event.text)
+                yield event.text
+                if event.usage is not None:
+                    self._tell(cost_line(event.usage, time.monotonic() - started))
+        finally:
+            events.close()
+            self.turns.append({"role": "assistant", "content": "".join(answer)})
+
+    def _tell(self, line: str) -> None:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+        messages().print(f"[dim]{line}[/]")
+
+
+def converse(conversation: Conversation, interactive: bool) -> None:
+    """Turn by turn until the input ends. A refused turn ends a piped conversation; a typing person may try again."""
+    console = messages()
+    if interactive:
+        import readline  # noqa: F401 (line editing for input())
+
+        console.print(WELCOME)
+    for line in _lines(interactive):
+        command = line.strip()
+        if command in ("/quit", "/exit"):
+            return
+        if command == "/reset":
+            conversation.turns.clear()
+            console.print("[dim]a new conversation[/]")
+            continue
+        if not command:
+            continue
+        try:
+            _answer(conversation, command, interactive)
+        except RequestError as error:
+            if not interactive:
+                raise
+            console.print(f"{error} (/reset starts over)", style="red", markup=False)
+
+
+def _answer(conversation: Conversation, text: str, interactive: bool) -> None:
+    pieces = conversation.say(text)
+    try:
+        with contextlib.closing(pieces):
+            for piece in pieces:
+                sys.stdout.write(piece)
+                sys.stdout.flush()
+    except KeyboardInterrupt:
+        if not interactive:
+            raise
+        sys.stdout.write(" ...\n")
+
+
+def _lines(interactive: bool) -> Iterator[str]:
+    if not interactive:
+        yield from sys.stdin
+        return
+    with contextlib.suppress(EOFError, KeyboardInterrupt):
+        while True:
+            yield input("\n> ")
+    sys.stdout.write("\n")

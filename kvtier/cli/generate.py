@@ -1,0 +1,106 @@
+"""`kvtier generate`: complete prompts from the command line or stdin, as text or as JSON lines."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvtier.cli import options
+from kvtier.cli.terminal import cost_line, loaded_engine, messages, reported
+from kvtier.errors import InvalidRequest
+from kvtier.request import Completion, SamplingParams
+
+if TYPE_CHECKING:
+    from kvtier.engine import Prompt
+
+
+def generate(
+    model: options.ModelDirectory,
+    prompts: Annotated[
+        list[str] | None, typer.Argument(metavar="PROMPT", help="Texts to complete; none: stdin is one.")
+    ] = None,
+    use_chat: Annotated[
+        bool, typer.Option("--chat", help="Each prompt is a user's message: the chat template is put around it.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a prompt and line.")] = False,
+    max_tokens: options.MaxTokens = None,
+    temperature: options.Temperature = None,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
+    repetition_penalty: options.RepetitionPenalty = None,
+    seed: options.Seed = None,
+    stop: options.Stop = None,
+    config: options.ConfigFile = None,
+    overrides: options.Overrides = None,
+    dtype: options.Dtype = None,
+    hbm: options.Hbm = None,
+    dram: options.Dram = None,
+    nvme: options.Nvme = None,
+    cache_directory: options.CacheDirectory = None,
+) -> None:
+    """Complete prompts, all in one batch. Answers go to stdout, what they cost to stderr.
+
+    Examples:
+
+      [bold]kvtier generate .cache/models/smollm2 "The capital of France is" --max-tokens 8 --temperature 0[/]
+
+      [bold]kvtier generate .cache/models/smollm2 --chat "Name a river." "Name a lake." --json[/]
+
+      [bold]kvtier generate .cache/models/smollm2 --nvme 10GiB < book.txt[/]     the second time from NVMe
+    """
+    with reported():
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            seed=seed,
+            stop=tuple(stop or ()),
+        )
+        texts = prompts or [_standard_input()]
+        resolved = options.engine_config(
+            model, config, overrides, cache_directory, dtype=dtype, hbm=hbm, dram=dram, nvme=nvme
+        )
+        with loaded_engine(resolved) as engine:
+            started = time.monotonic()
+            completions = engine.generate([_prompt(text, use_chat) for text in texts], params)
+            elapsed_s = time.monotonic() - started
+        for text, completion in zip(texts, completions, strict=True):
+            _show(text, completion, None if len(texts) > 1 else elapsed_s, as_json)
+
+
+def _prompt(text: str, use_chat: bool) -> Prompt:
+    if not use_chat:
+        return text
+    message: dict[str, object] = {"role": "user", "content": text}
+    return [message]
+
+
+def _standard_input() -> str:
+    if sys.stdin.isatty():
+        messages().print("[dim]no PROMPT given: type one, then Ctrl-D[/]")
+    text = sys.stdin.read()
+    if not text:
+        raise InvalidRequest("PROMPT: none was given and stdin is empty")
+    return text
+
+
+def _show(prompt: str, completion: Completion, elapsed_s: float | None, as_json: bool) -> None:
+    """`elapsed_s` is None where several prompts ran together: each gets a heading then, and has no speed of its own."""
+    if as_json:
+        fields = dataclasses.asdict(completion)
+        del fields["usage"]
+        typer.echo(json.dumps({"prompt": prompt, **fields}, ensure_ascii=False))
+        return
+    if elapsed_s is None:
+        messages().print(repr(prompt[:70]), style="bold", markup=False)
+    typer.echo(completion.text)
+    messages().print(f"[dim]{cost_line(completion.usage, elapsed_s)}[/]")

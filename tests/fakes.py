@@ -1,0 +1,339 @@
+"""Stand-ins that carry real bytes: a keystream for rows, an I/O engine that moves when told, a model without torch.
+
+A row's payload is a function of its block hash, and the fake model's K and V are a function of all tokens so far, so a
+wrong slot, a stale row or a wrong order shows as wrong bytes, not only as a wrong count.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import hashlib
+import mmap
+import os
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from kvtier.block import BlockHash, KVLayout, Tier
+from kvtier.demotion import NvmePolicy
+from kvtier.directory import Directory
+from kvtier.eviction import LeastRecentlyUsed
+from kvtier.io.base import IoRequest, IoResult, KernelCalls, Operation, SystemCalls
+from kvtier.metrics import Metrics
+from kvtier.namespace import HashChain
+from kvtier.request import FinishReason
+from kvtier.scheduler import Scheduler
+from kvtier.sequence import ScheduledSequence
+from kvtier.sequence import Sequence as TokenSequence
+from kvtier.shelf import Shelf
+from kvtier.store import Store
+from kvtier.ticket import ShelfLimits
+from kvtier.tiers.hbm import HbmArena
+from kvtier.tiers.header import RowFormat
+from kvtier.tiers.slab import Slab, make_dram_slab, open_nvme_slab
+
+LAYOUT = KVLayout(layers=1, kv_heads=1, head_dim=2, block_tokens=8, dtype="float32")
+"""The smallest row there is: 4 KiB, of which 16 bytes a token are used."""
+NAMESPACE = bytes(range(32))
+
+
+def keystream(block_hash: BlockHash, row_bytes: int = LAYOUT.row_bytes) -> bytes:
+    """The payload of a block's row."""
+    return hashlib.shake_128(block_hash).digest(row_bytes)
+
+
+class SteppedIo:
+    """An `IoEngine` without threads: a request moves when `step` says so, and never while its lane is held back."""
+
+    def __init__(self, calls: SystemCalls | None = None, queue_max: int = 16, seed: int = 0) -> None:
+        self._calls = calls if calls is not None else KernelCalls()
+        self._queue_max = queue_max
+        self._chance = random.Random(seed)
+        self._waiting: list[IoRequest] = []
+        self._done: list[IoResult] = []
+        self._unpolled: Counter[Operation] = Counter()
+        self.hanging: set[Operation] = set()
+        """Requests of these operations stay in flight."""
+        self._frozen: set[int] = set()
+
+    def submit(self, requests: Sequence[IoRequest]) -> int:
+        taken = 0
+        for request in requests:
+            if self.room(request.operation) == 0:
+                break
+            self._waiting.append(request)
+            self._unpolled[request.operation] += 1
+            taken += 1
+        return taken
+
+    def room(self, operation: Operation) -> int:
+        return self._queue_max - self._unpolled[operation]
+
+    def poll(self) -> list[IoResult]:
+        done, self._done = self._done, []
+        self._unpolled = Counter(request.operation for request in self._waiting)
+        return done
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._waiting) + len(self._done)
+
+    def close(self, deadline_s: float) -> int:
+        self.step(self.in_flight)
+        left, self._waiting = len(self._waiting), []
+        return left
+
+    def step(self, count: int = 1) -> int:
+        """Move up to `count` waiting requests, in any order; returns how many."""
+        moved = 0
+        while moved < count:
+            ready = [
+                request
+                for request in self._waiting
+                if request.operation not in self.hanging and request.tag not in self._frozen
+            ]
+            if not ready:
+                break
+            request = self._chance.choice(ready)
+            self._waiting.remove(request)
+            self._done.append(self._run(request))
+            moved += 1
+        return moved
+
+    def freeze(self) -> None:
+        """What is in flight now never ends."""
+        self._frozen.update(request.tag for request in self._waiting)
+
+    def _run(self, request: IoRequest) -> IoResult:
+        if request.prepare is not None:
+            request.prepare()
+        reads = request.operation is Operation.READ
+        call = self._calls.preadv if reads else self._calls.pwritev
+        moved, error, value = 0, None, None
+        try:
+            moved = call(request.descriptor, request.buffers, request.offset)
+            if moved < request.total_bytes and not reads:
+                error = errno.EIO
+        except OSError as failure:
+            error = failure.errno
+        if error is None and moved == request.total_bytes and request.then is not None:
+            value = request.then()
+        return IoResult(request.tag, moved, error, value, 1)
+
+
+class SteppedTiers:
+    """A store over HBM, DRAM and NVMe whose shelves move bytes only in `step`. Real slabs, no threads, no journal."""
+
+    def __init__(
+        self,
+        folder: Path,
+        hbm: int,
+        dram: int,
+        nvme: int,
+        policy: NvmePolicy = NvmePolicy.THROUGH,
+        calls: SystemCalls | None = None,
+        seed: int = 0,
+        queue_max: int = 16,
+        fetch_deadline_s: float = 5.0,
+        late_s: float = 5.0,
+    ) -> None:
+        self.arena = HbmArena(LAYOUT, hbm)
+        self.metrics = Metrics()
+        self.store = Store(LAYOUT, self.arena, LeastRecentlyUsed(), self.metrics, policy, fetch_deadline_s)
+        self.io: dict[Tier, SteppedIo] = {}
+        self.slabs: dict[Tier, Slab] = {}
+        self.shelves: dict[Tier, Shelf] = {}
+        form = RowFormat.of(LAYOUT, NAMESPACE)
+        for tier, slots in ((Tier.DRAM, dram), (Tier.NVME, nvme)):
+            if slots:
+                slab = make_dram_slab(form.slot_bytes, slots) if tier is Tier.DRAM else nvme_slab(folder, form, slots)
+                io = self.io[tier] = SteppedIo(calls, queue_max, seed)
+                self.slabs[tier] = slab
+                limits = ShelfLimits(queue_max, late_s=late_s)
+                shelf = Shelf(tier, form, slab, Directory(slots), io, limits, lambda _, stuck: None)
+                self.shelves[tier] = shelf
+                self.store.add_shelf(shelf)
+
+    def compute(self, hashes: Sequence[BlockHash], now: float = 0.0, first: int = 0) -> list[int]:
+        """Blocks as a sequence makes them: allocated, written, sealed; returns their slots, held. `first`: its depth."""
+        slots = self.store.allocate(len(hashes))
+        assert slots is not None, "HBM is full"
+        for slot, block_hash in zip(slots, hashes, strict=True):
+            self.arena.view(slot)[:] = keystream(block_hash)
+        return [self.store.seal(slot, hashes[i], first + i, now) for i, slot in enumerate(slots)]
+
+    def take(self, hashes: Sequence[BlockHash], now: float = 0.0) -> tuple[list[int], list[Tier]]:
+        """Fetch `hashes`, wait for them, check their bytes; returns slots, held, and origins of what was found."""
+        fetch = self.store.fetch(hashes, len(hashes), now)
+        assert fetch is not None, "HBM is full"
+        self.settle(now)
+        slots, origins = self.store.settle(fetch)
+        for slot, block_hash in zip(slots, hashes, strict=False):
+            assert self.arena.view(slot) == keystream(block_hash)
+        return slots, origins
+
+    def drain(self, tier: Tier, now: float = 0.0) -> None:
+        """Push a tier down to its end."""
+        for _ in range(100):
+            self.settle(now)
+            if self.store.drain(tier):
+                return
+        raise AssertionError("the drain never ends")
+
+    def step(self, count: int = 1 << 20) -> int:
+        """Move up to `count` requests of each shelf."""
+        return sum(io.step(count) for io in self.io.values())
+
+    def settle(self, now: float) -> None:
+        """Run everything that is under way or wished for to its end."""
+        for _ in range(1000):
+            self.store.poll(now)
+            if self.step() == 0 and not self.store.busy:
+                return
+        raise AssertionError("transfers never end")
+
+    def corrupt(self, tier: Tier, slot: int, place: int) -> None:
+        """Flip one byte of a slot, header or row, behind everybody's back."""
+        slab = self.slabs[tier]
+        aligned = place - place % 4096
+        flip_byte(slab.descriptor, slab.offset(slot) + aligned, place % 4096)
+
+    def close(self) -> None:
+        self.store.close(0.0)
+        for slab in self.slabs.values():
+            slab.close()
+
+
+def nvme_slab(folder: Path, form: RowFormat, slots: int) -> Slab:
+    """A fresh NVMe slab in `folder`."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        return open_nvme_slab(descriptor, form.slot_bytes, slots, KernelCalls())[0]
+    finally:
+        os.close(descriptor)
+
+
+def flip_byte(descriptor: int, page_offset: int, place: int) -> None:
+    """Change one byte of the 4 KiB page at `page_offset`; works on direct-I/O descriptors too."""
+    page = mmap.mmap(-1, 4096)
+    os.preadv(descriptor, [page], page_offset)
+    page[place] ^= 0x5A
+    os.pwritev(descriptor, [page], page_offset)
+
+
+def chain_hashes(tokens: Sequence[int], salt: str = "") -> list[BlockHash]:
+    """Hashes of all full blocks of `tokens`."""
+    hashes: list[BlockHash] = []
+    HashChain(NAMESPACE, LAYOUT.block_tokens, salt).extend(hashes, tokens)
+    return hashes
+
+
+class FakeModel:
+    """Next tokens and K,V bytes as digests of all tokens so far. Reads and writes rows by address, as kernels do.
+
+    Each pass checks every byte of every prefix it attends to: AssertionError names the sequence and the block.
+    """
+
+    TOKEN_BYTES = 16
+
+    def __init__(self, vocab: int = 50) -> None:
+        self._vocab = vocab
+        self._states: dict[int, list[bytes]] = {}
+        self.tokens_checked = 0
+
+    def run(self, parts: Sequence[ScheduledSequence]) -> list[int]:
+        """One pass, as `Runner.run`."""
+        sampled: list[int] = []
+        for part in parts:
+            sequence = part.sequence
+            states = self._states.setdefault(sequence.number, [])
+            extend_states(states, sequence.tokens)
+            end = part.start + part.count
+            assert part.start == sequence.computed_count and end <= len(sequence.tokens)
+            self._check_prefix(sequence, states, part.start)
+            self._write(sequence, states, part.start, end)
+            if part.samples:
+                assert end == len(sequence.tokens)
+                sampled.append(next_token(states[-1], self._vocab))
+        return sampled
+
+    def forget(self, number: int) -> None:
+        """The sequence is over."""
+        self._states.pop(number, None)
+
+    def expected(self, prompt: Sequence[int], count: int) -> list[int]:
+        """What a sequence of this prompt must generate."""
+        tokens, states = list(prompt), list[bytes]()
+        for _ in range(count):
+            extend_states(states, tokens)
+            tokens.append(next_token(states[-1], self._vocab))
+        return tokens[len(prompt) :]
+
+    def _check_prefix(self, sequence: TokenSequence, states: list[bytes], end: int) -> None:
+        block_tokens = LAYOUT.block_tokens
+        addresses = sequence.table.addresses
+        for block, start in enumerate(range(0, end, block_tokens)):
+            wanted = b"".join(states[start : min(start + block_tokens, end)])
+            found = ctypes.string_at(int(addresses[block]), len(wanted))
+            assert found == wanted, f"sequence {sequence.number}: block {block} of its prefix holds other bytes"
+        self.tokens_checked += end
+
+    def _write(self, sequence: TokenSequence, states: list[bytes], start: int, end: int) -> None:
+        addresses, block_tokens = sequence.table.addresses, LAYOUT.block_tokens
+        for position in range(start, end):
+            address = int(addresses[position // block_tokens]) + position % block_tokens * self.TOKEN_BYTES
+            ctypes.memmove(address, states[position], self.TOKEN_BYTES)
+
+
+def extend_states(states: list[bytes], tokens: Sequence[int]) -> None:
+    """Append the digest of each token that has none: it covers all tokens up to it."""
+    for position in range(len(states), len(tokens)):
+        before = states[-1] if states else b""
+        states.append(hashlib.blake2b(before + tokens[position].to_bytes(4, "little"), digest_size=16).digest())
+
+
+def next_token(state: bytes, vocab: int) -> int:
+    """The fake model's choice after a digest."""
+    return int.from_bytes(state[:4], "little") % vocab
+
+
+def make_sequence(
+    number: int, prompt: Sequence[int], output_max: int, priority: int = 0, stop_ids: frozenset[int] = frozenset()
+) -> TokenSequence:
+    """A sequence as intake makes them, without a session."""
+    chain = HashChain(NAMESPACE, LAYOUT.block_tokens)
+    return TokenSequence(number, priority, list(prompt), len(prompt), output_max, stop_ids, chain, None)
+
+
+class SteppedEngine:
+    """Scheduler, store and fake model turned by hand: the engine's step without its thread."""
+
+    def __init__(self, tiers: SteppedTiers, scheduler: Scheduler) -> None:
+        self.tiers = tiers
+        self.scheduler = scheduler
+        self.model = FakeModel()
+        self.given_up: list[TokenSequence] = []
+        self.passes: Counter[int] = Counter()
+        """Tokens that each sequence has had computed."""
+
+    def step(self, now: float, on_finish: Callable[[TokenSequence], None]) -> list[ScheduledSequence]:
+        """One turn; `on_finish` gets each sequence that has ended by itself or was given up."""
+        self.tiers.store.poll(now)
+        plan = self.scheduler.schedule(now)
+        for sequence in self.scheduler.take_stalled():
+            self.scheduler.finish(sequence, FinishReason.ERROR)
+            self.given_up.append(sequence)
+            on_finish(sequence)
+        if not plan:
+            return plan
+        tokens = iter(self.model.run(plan))
+        for part in plan:
+            self.passes[part.sequence.number] += part.count
+            reason = self.scheduler.commit(part, next(tokens) if part.samples else None, now)
+            if reason is not None:
+                self.scheduler.finish(part.sequence, reason)
+                self.model.forget(part.sequence.number)
+                on_finish(part.sequence)
+        return plan

@@ -1,0 +1,119 @@
+"""Requests as clients that others wrote send them: vllm_backend's `[1]` shapes, genai-perf's two backends, TensorRT-LLM's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import MODEL, StartServer, metrics, post, tiny_overrides, total
+
+from kvtier.client import Client, Response, ServerError
+from kvtier.serving import TritonServer
+
+CONTEXT = 256
+
+
+@pytest.fixture(scope="module")
+def vllm(
+    start_server: StartServer, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TritonServer]:
+    """The same model folder with `configs/vllm.pbtxt`, and a context that ends early."""
+    overrides = tiny_overrides(tiny_checkpoint, tmp_path_factory.mktemp("vllm-cache")) | {"context": str(CONTEXT)}
+    server = start_server(overrides, "--model-config-name=vllm")
+    yield server
+    server.stop()
+
+
+def answers(server: TritonServer, **inputs: object) -> list[Response]:
+    with Client(server.grpc_url, MODEL) as client:
+        return list(client.infer(inputs, timeout_s=30))
+
+
+GENAI_PERF_VLLM = {
+    "text_input": "the sea",
+    "exclude_input_in_output": True,
+    "sampling_parameters": json.dumps({"max_tokens": "12", "min_tokens": "12"}),
+}
+"""`genai-perf profile --backend vllm --output-tokens-mean 12 --output-tokens-mean-deterministic`."""
+GENAI_PERF_TENSORRT_LLM = {"text_input": "the sea", "max_tokens": 12, "min_length": 12, "exclude_input_in_output": True}
+"""The same with `--backend tensorrtllm`."""
+
+
+@pytest.mark.parametrize("served", ["tiny", "vllm"])
+@pytest.mark.parametrize("inputs", [GENAI_PERF_VLLM, GENAI_PERF_TENSORRT_LLM], ids=["vllm", "tensorrtllm"])
+def test_what_genai_perf_sends_is_answered_in_both_shapes(
+    request: pytest.FixtureRequest, served: str, inputs: dict[str, object]
+) -> None:
+    server: TritonServer = request.getfixturevalue(served)
+    streamed = answers(server, stream=True, **inputs)
+    whole = answers(server, stream=False, **inputs)
+    assert sum(len_ids(response) for response in streamed) == len_ids(whole[0]) == 12
+    assert len(streamed) > 1
+    assert len(whole) == 1
+
+
+def test_the_shapes_of_one_config_are_refused_by_the_other(tiny: TritonServer, vllm: TritonServer) -> None:
+    for server, batched in ((tiny, False), (vllm, True)):
+        with Client(server.grpc_url, MODEL) as client:
+            assert client._batched is not batched
+            client._batched = batched
+            with pytest.raises(ServerError, match="shape"):
+                list(client.infer({"text_input": "x"}, timeout_s=30))
+
+
+def test_vllm_backends_outputs_are_there(vllm: TritonServer) -> None:
+    wanted = {"return_finish_reason": True, "return_num_input_tokens": True, "return_num_output_tokens": True}
+    whole = answers(vllm, text_input="the sea", stream=False, max_tokens=5, **wanted)[0].outputs
+    assert whole["num_input_tokens"] > 0
+    assert whole["num_output_tokens"] == len(whole["output_ids"])
+    assert whole["finish_reason"] in ("stop", "length")
+    echoed = answers(vllm, text_input="the sea", max_tokens=5, exclude_input_in_output=False)[0]
+    assert echoed.text == "the sea" + whole["text_output"]
+
+
+def test_tensorrt_llms_tensors_are_read(tiny: TritonServer) -> None:
+    inputs = {
+        "text_input": "the sea",
+        "max_tokens": 6,
+        "temperature": 0.8,
+        "top_k": 5,
+        "top_p": 0.9,
+        "end_id": 7,
+        "pad_id": 7,
+    }
+    first, second = (
+        answers(tiny, random_seed=11, beam_width=1, stop_words=["zzz"], **inputs)[0].text for _ in range(2)
+    )
+    assert first == second, "the seed was not used"
+    with pytest.raises(ServerError, match="beam_width"):
+        answers(tiny, beam_width=4, **inputs)
+
+
+def test_an_answer_that_meets_the_end_of_the_context_ends_with_length(vllm: TritonServer) -> None:
+    ignore = json.dumps({"ignore_eos": True})
+    whole = answers(vllm, input_ids=[5] * 200, max_tokens=10**6, return_finish_reason=True, sampling_parameters=ignore)[
+        0
+    ].outputs
+    assert whole["finish_reason"] == "length"
+    assert 200 + len(whole["output_ids"]) == CONTEXT
+
+
+def test_generate_works_with_both(tiny: TritonServer, vllm: TritonServer) -> None:
+    body = {"text_input": "the sea", "max_tokens": 5, "temperature": 0}
+    texts = [json.loads(post(server, "generate", body)[1])["text_output"] for server in (tiny, vllm)]
+    assert texts[0] == texts[1]
+
+
+def test_a_priority_level_is_accepted_over_both_protocols(tiny: TritonServer) -> None:
+    before = total(metrics(tiny)["kvtier_request_failures_total"])
+    with Client(tiny.grpc_url, MODEL) as client:
+        assert list(client.infer({"text_input": "the sea", "max_tokens": 2}, priority=1, timeout_s=30))
+    assert post(tiny, "generate", {"text_input": "the sea", "max_tokens": 2, "priority": 3})[0] == 200
+    assert total(metrics(tiny)["kvtier_request_failures_total"]) == before
+
+
+def len_ids(response: Response) -> int:
+    ids = response.outputs["output_ids"]
+    return len(ids) if isinstance(ids, list) else 1

@@ -1,0 +1,103 @@
+"""Load, unload and reload under traffic's eyes: gauges follow, counters go on, and a bad folder is refused with its reason."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from conftest import MODEL, REPOSITORY, StartServer, metrics, tiny_overrides, total
+
+from kvtier.client import Client, ServerError
+from kvtier.serving import ServingError, TritonServer
+from kvtier.serving.repository import overlay
+from tests.tiny import make_checkpoint
+
+INPUTS = {"text_input": "the sea", "max_tokens": 3}
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path) -> Path:
+    """A repository with the good model; the bad ones join it as tests need them."""
+    folder = tmp_path_factory.mktemp("lifecycle")
+    return overlay(REPOSITORY, tiny_overrides(tiny_checkpoint, folder / "cache"), folder / "models")
+
+
+@pytest.fixture(scope="module")
+def server(start_server: StartServer, repository: Path) -> Iterator[TritonServer]:
+    running = start_server({}, f"--load-model={MODEL}", repository=repository)
+    yield running
+    running.stop()
+
+
+def answer(server: TritonServer) -> str:
+    with Client(server.grpc_url, MODEL, timeout_s=10) as client:
+        return next(client.infer(INPUTS, timeout_s=30)).text
+
+
+def test_unload_and_load(server: TritonServer) -> None:
+    before = answer(server)
+    time.sleep(1)
+    counted = total(metrics(server)["kvtier_requests_total"])
+    server.control.unload(MODEL, 30)
+    wait(lambda: not server.model_processes())
+    gauges = metrics(server)
+    assert total(gauges["kvtier_engine_up"]) == total(gauges["kvtier_tier_capacity_bytes"]) == 0
+    with pytest.raises(ServerError):
+        answer(server)
+    server.control.load(MODEL, 60)
+    assert answer(server) == before
+    wait(lambda: total(metrics(server)["kvtier_requests_total"]) == counted + 1)
+    assert total(metrics(server)["kvtier_engine_up"]) == 1
+
+
+def test_a_reload_comes_back_warm_from_nvme(server: TritonServer) -> None:
+    with Client(server.grpc_url, MODEL) as client:
+        inputs = {"text_input": "abcdefgh" * 30, "max_tokens": 2}
+        cold = next(client.infer(inputs, timeout_s=30)).outputs
+        server.reload(MODEL)
+        warm = next(client.infer(inputs, timeout_s=30)).outputs
+    assert cold["prompt_tokens_computed"] > 200
+    assert warm["prompt_tokens_nvme"] > 200
+    assert warm["output_ids"] == cold["output_ids"]
+
+
+def half_written(folder: Path) -> dict[str, str]:
+    make_checkpoint(folder)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    return {"model": str(folder)}
+
+
+BAD: dict[str, tuple[Callable[[Path], dict[str, str]], str]] = {
+    "missing-folder": (lambda folder: {"model": str(folder / "nowhere")}, "config.json"),
+    "half-written": (half_written, "model.safetensors"),
+    "wrong-dtype": (lambda _: {"dtype": "float8"}, "dtype"),
+    "does-not-fit": (lambda _: {"tiers.hbm.bytes": "900TiB"}, "tiers.hbm.bytes"),
+    "unknown-key": (lambda _: {"tiers.hbm.bites": "1MiB"}, "tiers.hbm.bites: no such key; did you mean bytes?"),
+    "cache-in-use": (lambda _: {"tiers.nvme.wait_s": "0.2"}, "tiers.nvme.path"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_model_is_refused_by_name_and_the_good_one_goes_on(
+    server: TritonServer, repository: Path, tiny_checkpoint: Path, tmp_path: Path, name: str
+) -> None:
+    make, words = BAD[name]
+    cache = repository.parent / "cache" if name == "cache-in-use" else tmp_path / "cache"
+    overrides = tiny_overrides(tiny_checkpoint, cache) | make(tmp_path / "checkpoint")
+    shutil.copytree(overlay(REPOSITORY, overrides, tmp_path / "models") / MODEL, repository / name, symlinks=True)
+    with pytest.raises(ServingError) as caught:
+        server.control.load(name, 60)
+    assert words in str(caught.value)
+    shutil.rmtree(repository / name)
+    assert isinstance(answer(server), str)
+
+
+def wait(condition: Callable[[], bool], timeout_s: float = 20) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)

@@ -1,0 +1,153 @@
+"""Demotion: each NVMe policy writes when it should and not before, drains end, and a source is held while it is read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from fakes import SteppedTiers, chain_hashes
+
+from kvtier.block import Tier
+from kvtier.demotion import NvmePolicy
+from kvtier.io.base import Operation
+
+HASHES = chain_hashes(range(160))
+"""Twenty blocks of one chain."""
+
+
+def on(tiers: SteppedTiers, tier: Tier) -> int:
+    """How many blocks of the chain a shelf holds."""
+    return sum(tiers.shelves[tier].holds(block_hash) for block_hash in HASHES)
+
+
+def test_through_writes_to_both_shelves_once_a_block_is_sealed(tmp_path: Path) -> None:
+    tiers = SteppedTiers(tmp_path, hbm=8, dram=8, nvme=8, policy=NvmePolicy.THROUGH)
+    tiers.compute(HASHES[:5])
+    tiers.settle(0.0)
+    assert (on(tiers, Tier.DRAM), on(tiers, Tier.NVME)) == (5, 5)
+
+
+def test_selective_writes_to_nvme_only_what_is_used_again(tmp_path: Path) -> None:
+    tiers = SteppedTiers(tmp_path, hbm=8, dram=8, nvme=8, policy=NvmePolicy.SELECTIVE)
+    tiers.store.release(tiers.compute(HASHES[:5]))
+    tiers.settle(0.0)
+    assert (on(tiers, Tier.DRAM), on(tiers, Tier.NVME)) == (5, 0)
+    tiers.take(HASHES[:3])
+    tiers.settle(0.0)
+    assert [tiers.shelves[Tier.NVME].holds(block_hash) for block_hash in HASHES[:5]] == [True] * 3 + [False] * 2
+
+
+def test_back_writes_to_nvme_when_dram_is_nearly_full_the_coldest_first(tmp_path: Path) -> None:
+    tiers = SteppedTiers(tmp_path, hbm=24, dram=20, nvme=32, policy=NvmePolicy.BACK)
+    tiers.compute(HASHES[:18], now=1.0)
+    tiers.settle(1.0)
+    assert (on(tiers, Tier.DRAM), on(tiers, Tier.NVME)) == (18, 0)
+    tiers.compute(HASHES[18:], now=2.0, first=18)
+    tiers.settle(2.0)
+    assert (on(tiers, Tier.DRAM), on(tiers, Tier.NVME)) == (20, 2)
+    assert tiers.shelves[Tier.NVME].holds(HASHES[17]) and tiers.shelves[Tier.NVME].holds(HASHES[16])
+    assert tiers.metrics.demoted_blocks.value("dram", "nvme") == 2
+
+
+def test_rows_that_dram_gives_up_under_back_come_back_from_nvme(tmp_path: Path) -> None:
+    tiers = SteppedTiers(tmp_path, hbm=4, dram=10, nvme=32, policy=NvmePolicy.BACK)
+    for first in range(0, 20):
+        tiers.store.release(tiers.compute(HASHES[first : first + 1], now=float(first), first=first))
+        tiers.settle(float(first))
+    found = [tier for tier in (Tier.DRAM, Tier.NVME) for h in HASHES[:1] if tiers.shelves[tier].holds(h)]
+    assert found == [Tier.NVME]
+    assert on(tiers, Tier.DRAM) == 10 and all(
+        tiers.shelves[Tier.DRAM].holds(h) or tiers.shelves[Tier.NVME].holds(h) for h in HASHES
+    )
+
+
+def test_wishes_beyond_what_a_shelf_takes_at_once_wait_for_their_turn(tmp_path: Path) -> None:
+    tiers = SteppedTiers(tmp_path, hbm=20, dram=24, nvme=24, queue_max=3)
+    tiers.compute(HASHES)
+    tiers.settle(0.0)
+    assert (on(tiers, Tier.DRAM), on(tiers, Tier.NVME)) == (20, 20)
+    assert tiers.store.stats()["dropped_writes"] == 0
+
+
+def test_a_write_in_flight_keeps_its_slot_from_being_given_away(tmp_path: Path) -> None:
+    tiers = SteppedTiers(tmp_path, hbm=4, dram=8, nvme=0)
+    tiers.io[Tier.DRAM].hanging = {Operation.WRITE}
+    tiers.store.release(tiers.compute(HASHES[:3]))
+    tiers.store.poll(0.0)
+    assert tiers.store.busy and tiers.store.available_count == 1
+    assert tiers.store.allocate(2) is None
+    tiers.io[Tier.DRAM].hanging.clear()
+    tiers.settle(0.0)
+    assert not tiers.store.busy and tiers.store.available_count == 4
+
+
+def test_nvme_is_written_from_a_leased_dram_row_that_nothing_evicts_meanwhile(tmp_path: Path) -> None:
+    tiers = SteppedTiers(tmp_path, hbm=8, dram=3, nvme=16, policy=NvmePolicy.SELECTIVE)
+    tiers.store.release(tiers.compute(HASHES[:2]))
+    tiers.settle(0.0)
+    tiers.io[Tier.NVME].hanging = {Operation.WRITE}
+    fetch = tiers.store.fetch(HASHES[:2], 2, 0.0)
+    assert fetch is not None
+    tiers.store.release(tiers.store.settle(fetch)[0])
+    tiers.store.poll(0.0)
+    assert tiers.io[Tier.NVME].in_flight == 2 and tiers.store.stats()["hbm_blocks_used"] == 2
+    tiers.store.release(tiers.compute(HASHES[2:8], now=1.0, first=2))
+    for _ in range(10):
+        tiers.store.poll(1.0)
+        tiers.step()
+    assert [tiers.shelves[Tier.DRAM].holds(block_hash) for block_hash in HASHES[:2]] == [True, True]
+    tiers.io[Tier.NVME].hanging.clear()
+    tiers.drain(Tier.HBM, 2.0)
+    tiers.drain(Tier.DRAM, 2.0)
+    assert tiers.metrics.demoted_blocks.value("dram", "nvme") >= 2
+    assert tiers.take(HASHES[:2], 3.0)[1] == [Tier.NVME] * 2
+
+
+def test_a_wish_whose_block_is_gone_is_dropped_and_counted(tmp_path: Path) -> None:
+    tiers = SteppedTiers(tmp_path, hbm=2, dram=8, nvme=0)
+    tiers.store.release(tiers.compute(HASHES[:2]))
+    slots = tiers.store.allocate(2)
+    assert slots is not None
+    tiers.settle(0.0)
+    assert on(tiers, Tier.DRAM) == 0 and tiers.store.stats()["dropped_writes"] == 2
+
+
+def test_draining_hbm_leaves_what_is_held_and_moves_the_rest(tmp_path: Path) -> None:
+    tiers = SteppedTiers(tmp_path, hbm=8, dram=8, nvme=8)
+    held, idle = tiers.compute(HASHES[:2]), tiers.compute(HASHES[2:6], first=2)
+    tiers.store.release(idle)
+    tiers.drain(Tier.HBM)
+    assert tiers.store.stats()["hbm_blocks_used"] == 2 and on(tiers, Tier.DRAM) == 6
+    tiers.store.check(Counter(held))
+
+
+def test_draining_dram_into_an_nvme_that_is_smaller_ends(tmp_path: Path) -> None:
+    tiers = SteppedTiers(tmp_path, hbm=24, dram=24, nvme=4, policy=NvmePolicy.SELECTIVE)
+    tiers.store.release(tiers.compute(HASHES))
+    tiers.settle(0.0)
+    tiers.drain(Tier.DRAM)
+    assert tiers.store.stats()["dram_slots_used"] == 0 and on(tiers, Tier.NVME) == 4
+
+
+@pytest.mark.parametrize("tier", [Tier.HBM, Tier.DRAM])
+def test_a_drain_past_its_deadline_lets_go_even_if_a_write_hangs_for_good(tier: Tier, tmp_path: Path) -> None:
+    tiers = SteppedTiers(tmp_path, hbm=8, dram=8, nvme=8, policy=NvmePolicy.SELECTIVE)
+    below = Tier.DRAM if tier is Tier.HBM else Tier.NVME
+    if tier is Tier.HBM:
+        tiers.io[Tier.DRAM].hanging = {Operation.WRITE}
+    tiers.store.release(tiers.compute(HASHES[:4]))
+    tiers.io[below].hanging = {Operation.WRITE}
+    for _ in range(5):
+        tiers.store.poll(0.0)
+        tiers.step()
+        assert not tiers.store.drain(tier)
+    assert tiers.io[below].in_flight > 0
+    assert tiers.store.drain(tier, give_up=True)
+
+
+def test_draining_hbm_without_shelves_just_forgets(tmp_path: Path) -> None:
+    tiers = SteppedTiers(tmp_path, hbm=4, dram=0, nvme=0)
+    tiers.store.release(tiers.compute(HASHES[:3]))
+    assert tiers.store.drain(Tier.HBM) and tiers.store.drain(Tier.DRAM)
+    assert tiers.store.stats()["hbm_blocks_used"] == 0

@@ -1,0 +1,201 @@
+"""Scheduler: budget, chunks, order of service, preemption, giving up, and what finishing gives back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from fakes import LAYOUT, SteppedEngine, SteppedTiers, make_sequence
+
+from kvtier.block import Tier
+from kvtier.io.base import Operation
+from kvtier.request import FinishReason, Origin
+from kvtier.scheduler import PATIENCE_S, STALL_S, Scheduler, SchedulerLimits
+from kvtier.sequence import Sequence, SequenceState
+
+BLOCK = LAYOUT.block_tokens
+
+
+def make_engine(
+    folder: Path, hbm: int = 16, step_tokens: int = 64, sequences_max: int = 8, dram: int = 16, nvme: int = 0
+) -> SteppedEngine:
+    tiers = SteppedTiers(folder, hbm, dram, nvme, queue_max=64)
+    return SteppedEngine(tiers, Scheduler(tiers.store, SchedulerLimits(step_tokens, sequences_max)))
+
+
+def add(engine: SteppedEngine, number: int, length: int, output_max: int = 4, priority: int = 0) -> Sequence:
+    prompt = [(number * 31 + position) % 50 for position in range(length)]
+    sequence = make_sequence(number, prompt, output_max, priority)
+    engine.scheduler.add(sequence)
+    return sequence
+
+
+def step(engine: SteppedEngine, now: float = 0.0) -> dict[int, int]:
+    """One step; tokens planned by sequence number."""
+    plan = engine.step(now, lambda _: None)
+    engine.scheduler.check()
+    return {part.sequence.number: part.count for part in plan}
+
+
+def test_a_long_prompt_is_prefilled_in_chunks_of_the_budget(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path, step_tokens=20)
+    sequence = add(engine, 0, 50, output_max=2)
+    assert [step(engine) for _ in range(4)] == [{0: 20}, {0: 20}, {0: 10}, {0: 1}]
+    assert sequence.finish_reason is FinishReason.LENGTH and sequence.output_count == 2
+    assert sequence.tokens[50:] == engine.model.expected(sequence.tokens[:50], 2)
+
+
+def test_decoding_goes_before_prefill_in_one_budget(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path, step_tokens=10)
+    add(engine, 0, 10)
+    assert step(engine) == {0: 10}
+    add(engine, 1, 30)
+    assert step(engine) == {0: 1, 1: 9}
+
+
+def test_no_more_than_the_configured_number_of_sequences_run(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path, sequences_max=2)
+    for number in range(4):
+        add(engine, number, 5, output_max=3)
+    assert set(step(engine)) == {0, 1} and engine.scheduler.waiting_count == 2
+
+
+def test_the_first_token_of_a_whole_known_prompt_still_has_something_to_compute(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path)
+    add(engine, 0, 4 * BLOCK, output_max=1)
+    step(engine)
+    again = make_sequence(1, [position % 50 for position in range(4 * BLOCK)], 1)
+    engine.scheduler.add(again)
+    assert step(engine) == {1: BLOCK}
+    assert again.origin == Origin(hbm=3 * BLOCK, computed=BLOCK)
+    assert again.reused_blocks == 3 and again.allocated_blocks == 1
+
+
+def test_generated_blocks_are_matched_by_a_prompt_that_goes_on_from_them(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path)
+    first = add(engine, 0, 6, output_max=14)
+    while first.state is not SequenceState.FINISHED:
+        step(engine)
+    second = make_sequence(1, [*first.tokens, 7], 1)
+    engine.scheduler.add(second)
+    step(engine)
+    assert second.origin.hbm == 2 * BLOCK
+
+
+def test_the_latest_sequence_yields_its_slots_to_the_oldest_and_resumes_from_the_tiers(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path, hbm=6)
+    old = add(engine, 0, 2 * BLOCK, output_max=2 * BLOCK)
+    young = add(engine, 1, 2 * BLOCK + 1, output_max=2 * BLOCK)
+    for turn in range(200):
+        step(engine, turn * 0.01)
+        engine.tiers.step()
+    assert engine.scheduler.preemption_count >= 1 and old.preempted_count == 0 and young.preempted_count >= 1
+    for sequence in (old, young):
+        assert sequence.finish_reason is FinishReason.LENGTH
+        prompt = sequence.tokens[: sequence.prompt_count]
+        assert sequence.tokens[sequence.prompt_count :] == engine.model.expected(prompt, 2 * BLOCK)
+    assert engine.passes[1] < young.prompt_count + 3 * BLOCK, "it computed what the tiers still had"
+    assert sum(young.origin.as_dict().values()) == young.prompt_count
+
+
+def test_a_preempted_sequence_keeps_its_rank_before_later_arrivals(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path, hbm=6, sequences_max=2)
+    add(engine, 0, 2 * BLOCK, output_max=2 * BLOCK)
+    young = add(engine, 1, 2 * BLOCK + 1, output_max=2 * BLOCK)
+    later = add(engine, 2, 4, output_max=2)
+    waited = False
+    for turn in range(300):
+        step(engine, turn * 0.01)
+        engine.tiers.step()
+        if young.preempted_count > 0 and young.state is SequenceState.WAITING:
+            waited = True
+            assert later.state is SequenceState.WAITING
+    assert waited and not engine.scheduler.sequences
+
+
+@pytest.mark.parametrize("turns", [0, 1, 3])
+def test_a_sequence_cancelled_in_any_state_gives_all_slots_back(turns: int, tmp_path: Path) -> None:
+    engine = make_engine(tmp_path, step_tokens=BLOCK)
+    sequence = add(engine, 0, 4 * BLOCK)
+    for _ in range(turns):
+        step(engine)
+    engine.scheduler.finish(sequence, FinishReason.CANCELLED)
+    engine.scheduler.finish(sequence, FinishReason.CANCELLED)
+    engine.tiers.settle(0.0)
+    engine.scheduler.check()
+    assert engine.tiers.store.available_count == 16 and not engine.scheduler.sequences
+    assert engine.tiers.store.stats()["hbm_blocks_sealed"] == turns
+
+
+def test_a_sequence_cancelled_while_it_fetches_gives_all_slots_back(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path)
+    add(engine, 0, 4 * BLOCK, output_max=1)
+    step(engine)
+    engine.tiers.drain(Tier.HBM)
+    again = make_sequence(1, [position % 50 for position in range(4 * BLOCK)], 1)
+    engine.scheduler.add(again)
+    assert step(engine) == {} and again.state is SequenceState.FETCHING
+    assert engine.scheduler.next_deadline() == 5.0
+    engine.scheduler.finish(again, FinishReason.CANCELLED)
+    engine.tiers.settle(0.0)
+    engine.scheduler.check()
+    assert engine.tiers.store.available_count == 16
+
+
+def test_others_go_on_while_one_waits_for_its_prefix(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path)
+    add(engine, 0, 4 * BLOCK, output_max=1)
+    step(engine)
+    engine.tiers.drain(Tier.HBM)
+    engine.tiers.io[Tier.DRAM].hanging = {Operation.READ}
+    engine.scheduler.add(make_sequence(1, [position % 50 for position in range(4 * BLOCK)], 1))
+    add(engine, 2, 10)
+    assert step(engine) == {2: 10}
+    engine.tiers.io[Tier.DRAM].hanging.clear()
+    engine.tiers.step()
+    assert step(engine) == {1: BLOCK, 2: 1}
+
+
+def test_a_running_sequence_preempts_later_ones_though_an_unrelated_write_hangs(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path, hbm=7)
+    add(engine, 9, BLOCK, output_max=1)
+    step(engine)
+    step(engine)
+    engine.tiers.io[Tier.DRAM].freeze()
+    assert engine.tiers.store.busy
+    old, young = add(engine, 10, BLOCK, output_max=3 * BLOCK), add(engine, 11, BLOCK, output_max=4 * BLOCK)
+    now = 100.0
+    while old.state is not SequenceState.FINISHED:
+        engine.tiers.step()
+        step(engine, now)
+        now += 0.1
+        assert now < 100.0 + 4 * BLOCK * 0.1 + 6 * PATIENCE_S, "it waits for a write that never ends"
+    assert young.preempted_count > 0
+
+
+def test_time_spent_behind_others_does_not_count_as_a_stall(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path, hbm=4, dram=4)
+    engine.tiers.io[Tier.DRAM].hanging = {Operation.WRITE}
+    add(engine, 0, 2 * BLOCK, output_max=1)
+    step(engine)
+    step(engine)  # two slots are held by writes now
+    blocked = add(engine, 1, 3 * BLOCK, output_max=1)
+    step(engine, 10.0)
+    assert blocked.stalled_since is not None
+    ahead = add(engine, 2, 4, output_max=2, priority=-1)
+    step(engine, 10.1)
+    assert ahead.state is SequenceState.RUNNING
+    step(engine, 10.0 + 2 * STALL_S)
+    assert ahead.state is SequenceState.FINISHED
+    step(engine, 10.1 + 2 * STALL_S)
+    assert blocked.state is SequenceState.WAITING and not engine.given_up
+    step(engine, 10.2 + 3 * STALL_S + 1)
+    assert engine.given_up == [blocked]
+
+
+def test_a_sequence_that_can_never_fit_is_a_bug_of_the_caller(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path, hbm=4)
+    with pytest.raises(AssertionError):
+        add(engine, 0, 4 * BLOCK, output_max=2)
+    add(engine, 1, 4 * BLOCK, output_max=1)
+    assert step(engine) == {1: 4 * BLOCK}
