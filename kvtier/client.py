@@ -89,6 +89,7 @@ class Client:
         grpc = self._grpc
         answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
         client = grpc.InferenceServerClient(self._url)
+        ended = False
         try:
             client.start_stream(
                 lambda result, error: answers.put((result, error)),
@@ -103,17 +104,18 @@ class Client:
                     priority=priority,
                     enable_empty_final_response=True,
                 )
-            while True:
+            while not ended:
                 result, error = answers.get()
                 if error is not None:
+                    ended = True
                     raise _server_error(error)
                 answer = result.get_response()
+                ended = answer.parameters["triton_final_response"].bool_param
                 if answer.outputs:
                     yield Response({output.name: _value(result.as_numpy(output.name)) for output in answer.outputs})
-                if answer.parameters["triton_final_response"].bool_param:
-                    return
         finally:
-            client.stop_stream(cancel_requests=True)
+            # Cancelling a stream whose request has ended makes the server (2.51) hold on to the model for ever.
+            client.stop_stream(cancel_requests=not ended)
             client.close()
 
     def _tensor(self, name: str, value: object) -> Any:

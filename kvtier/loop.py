@@ -153,6 +153,7 @@ class EngineLoop:
                 self._failed = True
             self._metrics.engine_up.set(0)
             for sequence in list(self._live.values()):
+                self._metrics.requests.add(1, FinishReason.ERROR.value)
                 self._metrics.request_failures.add(1, "internal")
                 self._send_final(sequence, TokenEvent("", (), FinishReason.ERROR, None, error))
         finally:
@@ -213,7 +214,7 @@ class EngineLoop:
                 self._end(part.sequence, reason, text, (token,))
 
     def _end(self, sequence: Sequence, reason: FinishReason, text: str, token_ids: tuple[int, ...] = ()) -> None:
-        self._scheduler.finish(sequence, reason)
+        self._scheduler.finish(sequence, reason, time.monotonic())
         usage = session_of(sequence).usage(sequence)
         for origin, count in usage.origin.as_dict().items():
             self._metrics.prompt_tokens.add(count, origin)
@@ -221,7 +222,7 @@ class EngineLoop:
         self._send_final(sequence, TokenEvent(text, token_ids, reason, usage))
 
     def _fail(self, sequence: Sequence, error: RequestError) -> None:
-        self._scheduler.finish(sequence, FinishReason.ERROR)
+        self._scheduler.finish(sequence, FinishReason.ERROR, time.monotonic())
         self._metrics.requests.add(1, FinishReason.ERROR.value)
         self._metrics.request_failures.add(1, "unavailable" if isinstance(error, Unavailable) else "invalid")
         self._send_final(sequence, TokenEvent("", (), FinishReason.ERROR, None, error))

@@ -49,6 +49,10 @@ class PrefixIndex:
         """Place of a sealed block in its chain."""
         return self._entries[slot].use.depth
 
+    def last_use(self, slot: int) -> float:
+        """When a sealed block was last used, in monotonic seconds."""
+        return self._entries[slot].use.last_use
+
     def insert(self, block_hash: BlockHash, slot: int, depth: int, now: float) -> None:
         """Index a sealed block that somebody holds. The hash must be new: see `find`."""
         assert block_hash not in self._slots and slot not in self._entries

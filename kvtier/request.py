@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvtier.errors import InvalidRequest
 
@@ -52,8 +53,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         stop: object = self.stop
-        object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else _listed("stop", stop))
+        object.__setattr__(self, "stop_token_ids", _listed("stop_token_ids", self.stop_token_ids))
         _whole("max_tokens", self.max_tokens, 1, 2**31 - 1)
         _number("temperature", self.temperature, 0.0, 100.0)
         _whole("top_k", self.top_k, -1, 2**31 - 1)
@@ -86,8 +87,14 @@ class Request:
     """Separates tenants: blocks are only shared between requests of one salt."""
 
     def __post_init__(self) -> None:
-        if len(self.prompt) == 0:
+        prompt, salt = _anything(self.prompt), _anything(self.cache_salt)
+        if not isinstance(prompt, (str, list, tuple)):
+            raise InvalidRequest(f"prompt: must be text, token ids or chat messages, got {type(prompt).__name__}")
+        if len(prompt) == 0:
             raise InvalidRequest("prompt: must not be empty")
+        _whole("priority", self.priority, -(2**31), 2**31 - 1)
+        if not isinstance(salt, str) or not _is_encodable(salt):
+            raise InvalidRequest(f"cache_salt: must be text that UTF-8 can hold, got {salt!r}")
         if len(self.cache_salt) > SALT_CHARACTERS_MAX:
             raise InvalidRequest(f"cache_salt: at most {SALT_CHARACTERS_MAX} characters, got {len(self.cache_salt)}")
 
@@ -141,6 +148,26 @@ class Completion:
     origin: dict[str, int]
     ttft_s: float
     usage: Usage
+
+
+def _anything(value: object) -> object:
+    """A value whose annotation callers may not have kept."""
+    return value
+
+
+def _listed(name: str, value: object) -> tuple[Any, ...]:
+    if not isinstance(value, (list, tuple)):
+        raise InvalidRequest(f"{name}: must be a list, got {value!r}")
+    return tuple(value)
+
+
+def _is_encodable(text: str) -> bool:
+    """Lone surrogates are no characters: UTF-8 has no bytes for them."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _whole(name: str, value: object, low: int, high: int) -> None:

@@ -65,6 +65,10 @@ class ResidentBlocks:
         """Place of a slot's sealed block in its chain."""
         return self._prefix.depth_of(slot)
 
+    def last_use(self, slot: int) -> float:
+        """When a slot's sealed block was last used."""
+        return self._prefix.last_use(slot)
+
     def hold(self, slots: Sequence[int]) -> None:
         """One more hold on each slot (held or idle, never free)."""
         self._pool.retain(slots)

@@ -99,11 +99,11 @@ class Scheduler:
             return FinishReason.LENGTH
         return None
 
-    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+    def finish(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
         """End a sequence in any state, between passes; its sealed blocks stay for others."""
         if sequence.state is SequenceState.FINISHED:
             return
-        self._withdraw(sequence)
+        self._withdraw(sequence, now)
         sequence.state = SequenceState.FINISHED
         sequence.finish_reason = reason
 
@@ -162,7 +162,7 @@ class Scheduler:
                 if stalled_s > STALL_S:
                     self._stalled.append(sequence)
                 return 0
-            self._preempt(victim, plan)
+            self._preempt(victim, plan, now)
             sequence.stalled_since = None
             if victim is sequence:
                 return 0
@@ -214,10 +214,10 @@ class Scheduler:
         sequence.state = SequenceState.RUNNING
         insort(self._running, sequence, key=_rank)
 
-    def _preempt(self, sequence: Sequence, plan: dict[int, ScheduledSequence]) -> None:
+    def _preempt(self, sequence: Sequence, plan: dict[int, ScheduledSequence], now: float) -> None:
         """Take all slots from a sequence; it waits in its old rank and resumes from the tiers."""
         plan.pop(sequence.number, None)
-        self._withdraw(sequence)
+        self._withdraw(sequence, now)
         sequence.computed_count = sequence.sealed_count = 0
         sequence.state = SequenceState.WAITING
         sequence.stalled_since = None
@@ -225,7 +225,7 @@ class Scheduler:
         self.preemption_count += 1
         insort(self._waiting, sequence, key=_rank)
 
-    def _withdraw(self, sequence: Sequence) -> None:
+    def _withdraw(self, sequence: Sequence, now: float) -> None:
         """Take a sequence out of its queue and give its slots back."""
         if sequence.state is SequenceState.WAITING:
             self._waiting.remove(sequence)
@@ -233,6 +233,7 @@ class Scheduler:
             self._store.abandon(self._fetches.pop(sequence.number)[1])
         elif sequence.state is SequenceState.RUNNING:
             self._running.remove(sequence)
+            self._store.touch(sequence.hashes[: sequence.sealed_count], now)
             self._store.release(sequence.table.clear())
 
     def _seal(self, sequence: Sequence, now: float) -> None:

@@ -102,6 +102,13 @@ class Store:
         """Give one hold on each slot back."""
         self._resident.release(slots)
 
+    def touch(self, hashes: Sequence[BlockHash], now: float) -> None:
+        """A sequence lets go of this chain: all of it was last used now, so its last blocks are evicted first."""
+        slots = [slot for block_hash in hashes if (slot := self._resident.find(block_hash)) is not None]
+        self._resident.touch(slots, now)
+        for shelf in self._shelves.values():
+            shelf.touch(hashes, now)
+
     def fetch(self, hashes: Sequence[BlockHash], block_total: int, now: float) -> Fetch | None:
         """Claim the longest known prefix of `hashes`, reading what is cold; see `Promoter.fetch`."""
         fetch = self._promoter.fetch(hashes, block_total, now)

@@ -323,7 +323,7 @@ class SteppedEngine:
         self.tiers.store.poll(now)
         plan = self.scheduler.schedule(now)
         for sequence in self.scheduler.take_stalled():
-            self.scheduler.finish(sequence, FinishReason.ERROR)
+            self.scheduler.finish(sequence, FinishReason.ERROR, now)
             self.given_up.append(sequence)
             on_finish(sequence)
         if not plan:
@@ -333,7 +333,7 @@ class SteppedEngine:
             self.passes[part.sequence.number] += part.count
             reason = self.scheduler.commit(part, next(tokens) if part.samples else None, now)
             if reason is not None:
-                self.scheduler.finish(part.sequence, reason)
+                self.scheduler.finish(part.sequence, reason, now)
                 self.model.forget(part.sequence.number)
                 on_finish(part.sequence)
         return plan

@@ -24,8 +24,8 @@ BELOW = {
 FLOORS = {
     WORDS: ["errors", "config", "block", "namespace", "request", "record", "ticket"],
     BOOKS: ["eviction", "pool", "prefix", "resident", "sequence", "directory", "breaker"],
-    BYTES: ["io", "tiers", "journal", "metrics", "cache_directory"],
-    SHELF: ["shelf", "shelves", "rebuild"],
+    BYTES: ["io", "tiers", "journal", "replay", "metrics", "cache_directory"],
+    SHELF: ["shelf", "shelves", "rebuild", "transfers"],
     STORE: ["promotion", "demotion", "store"],
     MIND: ["scheduler"],
     BODY: ["batch", "attention", "models", "sampler", "runner", "_native"],

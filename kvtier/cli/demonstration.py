@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 
 from rich.table import Table
 
-from kvtier.cli.ledger import ledger
+from kvtier.cli.ledger import QUESTION, ledger
 from kvtier.cli.terminal import TIER_NAMES
 from kvtier.client import Client, Response
 
@@ -25,6 +25,10 @@ OVERRIDES = {
 }
 PROMPT = ledger("Northgate", 107)
 """About 3,000 tokens: 93 full blocks."""
+DESCRIPTION = f"""\
+A stock list of 107 lines with a note in it, and the question: {QUESTION}
+HBM holds about this one prompt ({OVERRIDES["tiers.hbm.bytes"]}), DRAM about two ({OVERRIDES["tiers.dram.bytes"]}).
+Other prompts push its blocks down in between."""
 FILLERS = [ledger(name, 58) for name in ("Aldwick", "Brimley", "Cotter", "Dunmore", "Eastlea", "Farley")]
 """About 1,650 tokens, 51 full blocks each. Two of them fill HBM, the other four DRAM."""
 ANSWER_TOKENS = 24
@@ -102,6 +106,11 @@ def ask(client: Client, name: str, message: str, max_tokens: int, on_text: Calla
     return Run(name, ttft_s, int(outputs["num_input_tokens"]), origin, "".join(pieces))
 
 
+def tokens_from(runs: list[Run]) -> dict[str, int]:
+    """Prompt tokens of all runs by tier."""
+    return {tier: sum(run.origin[tier] for run in runs) for tier in ("hbm", "dram", "nvme")}
+
+
 def failures(runs: list[Run]) -> list[str]:
     """What does not hold: an answer that differs from the cold one, or tokens that came from somewhere else."""
     found = []
@@ -117,14 +126,13 @@ def failures(runs: list[Run]) -> list[str]:
 
 
 def table(runs: list[Run]) -> Table:
-    """The runs side by side."""
-    result = Table(title=f"one prompt of {runs[0].prompt_tokens:,} tokens, four times")
-    result.add_column("the prompt")
-    for heading in ("first token", "speed-up", *(f"from {name}" for name in ("HBM", "DRAM", "NVMe")), "computed"):
+    """The runs side by side: time to the first token, and prompt tokens by origin."""
+    result = Table(title=f"one prompt of {runs[0].prompt_tokens:,} tokens, and where they came from")
+    result.add_column("")
+    for heading in ("first token", "speed-up", *TIER_NAMES.values()):
         result.add_column(heading, justify="right")
-    result.add_column("answer")
     for run in runs:
         counts = [f"{run.origin[tier]:,}" if run.origin[tier] else "" for tier in TIER_NAMES]
         speed_up = f"{runs[0].ttft_s / run.ttft_s:.0f} x" if run is not runs[0] else ""
-        result.add_row(run.name, f"{run.ttft_s:.2f} s", speed_up, *counts, run.text.strip())
+        result.add_row(run.name, f"{run.ttft_s:.2f} s", speed_up, *counts)
     return result

@@ -25,13 +25,14 @@ from kvtier.cli import demonstration
 from kvtier.client import Client
 from kvtier.errors import KvtierError
 from kvtier.serving import Ports, ServingError
-from kvtier.serving.http import ControlClient, parse_metrics
+from kvtier.serving.http import ControlClient, label, parse_metrics
 
 MODEL = "smollm2"
 QUESTION = "In one or two sentences: why does a cache make a computer faster?"
 LOG = "server.log"
 START_S = 300.0
 STOP_S = 180.0
+SETTLE_S = 10.0
 CURL_BODY = '{"text_input": "Name a river.", "chat": "true", "stream": true, "max_tokens": 40}'
 
 
@@ -97,12 +98,15 @@ def quickstart(settings: Settings, console: Console) -> None:
         console.print(f"\n[dim]first token after {chat.ttft_s:.2f} s[/]")
 
         console.rule("[bold]the tiers at work", align="left")
+        console.print(demonstration.DESCRIPTION)
         with console.status("") as status:
-            runs = demonstration.demonstrate(client, status.update)
+            runs = demonstration.demonstrate(client, status.update if console.is_terminal else console.print)
         console.print(demonstration.table(runs))
+        for run in runs:
+            console.print(f"{run.name:16} {run.text.strip()}", markup=False)
 
         console.rule("[bold]metrics", align="left")
-        page = control.metrics()
+        page = settled_metrics(control, demonstration.tokens_from(runs))
         console.print("\n".join(shown_metrics(page)), markup=False, style="dim", soft_wrap=True)
         if settings.report is not None:
             write_report(settings.report, control.version(), runs, page)
@@ -190,6 +194,23 @@ def stop(process: subprocess.Popen[bytes]) -> int:
 def last_lines(log: Path, count: int = 12) -> str:
     """The end of the server's log."""
     return "\n".join(log.read_text(errors="replace").splitlines()[-count:])
+
+
+def settled_metrics(control: ControlClient, tokens: dict[str, int]) -> str:
+    """The metrics page once it has caught up with the responses: `tokens` is what they said, by origin.
+
+    Raises ServingError if it does not within a few seconds: then the two disagree.
+    """
+    deadline = time.monotonic() + SETTLE_S
+    while True:
+        page = control.metrics()
+        series = parse_metrics(page).get("kvtier_prompt_tokens_total", {})
+        counted = {label(labels, "origin"): int(value) for labels, value in series.items()}
+        if all(counted.get(origin, 0) == count for origin, count in tokens.items()):
+            return page
+        if time.monotonic() > deadline:
+            raise ServingError(f"metrics and responses disagree about prompt tokens by origin: {counted} and {tokens}")
+        time.sleep(0.1)
 
 
 def shown_metrics(page: str) -> list[str]:

@@ -110,7 +110,11 @@ class TorchOps:
 
 
 class NativeOps:
-    """`Ops` through the kernels of `kvtier._native`; in 16 bit, linear layers stay torch's, which are faster."""
+    """`Ops` through the kernels of `kvtier._native`.
+
+    In 16 bit, linear layers of many rows stay torch's, which is faster. So they do for few rows, which decoding has,
+    unless the CPU has the matrix unit for them (`few_rows_max` is above 0; bf16 only).
+    """
 
     name = "native"
 
@@ -119,6 +123,7 @@ class NativeOps:
 
         self.kernels = kernels
         self._types = TYPES
+        self._few_rows_max = kernels.few_rows_max
 
     def rmsnorm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, out_dtype: torch.dtype) -> torch.Tensor:
         out = torch.empty(x.shape, dtype=out_dtype)
@@ -161,7 +166,7 @@ class NativeOps:
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if x.dtype != torch.float32:
-            out = F.linear(x, weight)
+            out = self._linear_few(x, weight) if self._takes_few(x, weight) else F.linear(x, weight)
             return out if bias is None else out.add_(bias)
         assert weight.dtype == x.dtype and weight.is_contiguous() and x.stride(1) == 1
         assert bias is None or (bias.dtype == x.dtype and bias.is_contiguous())
@@ -170,4 +175,15 @@ class NativeOps:
             *(x.data_ptr(), x.stride(0), weight.data_ptr(), 0 if bias is None else bias.data_ptr()),
             *(out.data_ptr(), x.shape[0], x.shape[1], weight.shape[0]),
         )
+        return out
+
+    def _takes_few(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
+        fits = 0 < x.shape[0] <= self._few_rows_max and weight.shape[0] % 16 == weight.shape[1] % 32 == 0
+        return fits and x.dtype == torch.bfloat16
+
+    def _linear_few(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """The product alone, at the cost of reading `weight` once."""
+        assert weight.dtype == x.dtype and weight.is_contiguous() and x.stride(1) == 1
+        out = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype)
+        self.kernels.linear_few(x.data_ptr(), x.stride(0), weight.data_ptr(), out.data_ptr(), *x.shape, weight.shape[0])
         return out

@@ -6,6 +6,8 @@
 
 #include <cmath>
 
+#include "ahead.hpp"
+
 namespace kvtier {
 namespace {
 
@@ -121,8 +123,11 @@ class TileTask {
         const int begin = visible_begin(tile_->position, start);
         const int end = visible_end(tile_->position + tile_->queries - 1, start);
         find_rows(start, begin, end);
-        prefetch_rows(start + SPAN);
-        for (int i = begin / LANES * LANES; i < end; i += LANES) Simd::transpose(key_rows_ + i, dim_, keys_ + i, SPAN);
+        expect_rows(start + SPAN);
+        for (int i = begin / LANES * LANES; i < end; i += LANES) {
+            Simd::transpose(key_rows_ + i, dim_, keys_ + i, SPAN);
+            if (i % 16 == 0) ahead_.fetch();
+        }
         const int rows = tile_->queries * group_heads_;
         const bool widen = rows > TILE_ROWS || dim_ % LANES != 0;
         if (widen) widen_values(begin, end);
@@ -141,38 +146,38 @@ class TileTask {
         }
     }
 
+    // Calls piece(place, count, keys) for each run of places begin .. end - 1 of the span that lies in one block.
+    template <class Piece>
+    void for_pieces(int start, int begin, int end, const Piece& piece) const {
+        for (int place = begin; place < end;) {
+            const int block = (start + place) / rows_.block_tokens, offset = (start + place) % rows_.block_tokens;
+            const int count = smaller(rows_.block_tokens - offset, end - place);
+            const char* plane = reinterpret_cast<const char*>(table_[block]) + rows_.layer_bytes;
+            piece(place, count, plane + tile_->kv_head * rows_.head_bytes + long(offset) * dim_ * long(sizeof(T)));
+            place += count;
+        }
+    }
+
     // Addresses of K and V at places begin .. end - 1 of the span at `start`; elsewhere K is zeros and V unset.
     void find_rows(int start, int begin, int end) {
         for (int place = 0; place < begin; ++place) key_rows_[place] = reinterpret_cast<const T*>(zeros_);
         for (int place = end; place < SPAN; ++place) key_rows_[place] = reinterpret_cast<const T*>(zeros_);
-        for (int place = begin; place < end;) {
-            const int block = (start + place) / rows_.block_tokens, offset = (start + place) % rows_.block_tokens;
-            const int count = smaller(rows_.block_tokens - offset, end - place);
-            const char* plane = reinterpret_cast<const char*>(table_[block]) + rows_.layer_bytes +
-                                tile_->kv_head * rows_.head_bytes;
-            const T* keys = reinterpret_cast<const T*>(plane) + long(offset) * dim_;
-            const T* values = reinterpret_cast<const T*>(plane + rows_.value_bytes) + long(offset) * dim_;
-            for (int i = 0; i < count; ++i, ++place) {
-                key_rows_[place] = keys + long(i) * dim_;
-                value_rows_[place] = values + long(i) * dim_;
+        for_pieces(start, begin, end, [&](int place, int count, const char* keys) {
+            for (int i = 0; i < count; ++i) {
+                key_rows_[place + i] = reinterpret_cast<const T*>(keys) + long(i) * dim_;
+                value_rows_[place + i] = reinterpret_cast<const T*>(keys + rows_.value_bytes) + long(i) * dim_;
             }
-        }
+        });
     }
 
-    // Asks for K and V of the span at `start`, which comes next: rows lie anywhere, so the CPU cannot guess it.
-    void prefetch_rows(int start) {
-        const int end = smaller(start + SPAN, tile_->position + tile_->queries);
-        for (int place = start; place < end;) {
-            const int block = place / rows_.block_tokens, offset = place % rows_.block_tokens;
-            const int count = smaller(rows_.block_tokens - offset, end - place);
-            const char* keys = reinterpret_cast<const char*>(table_[block]) + rows_.layer_bytes +
-                               tile_->kv_head * rows_.head_bytes + long(offset) * dim_ * long(sizeof(T));
-            for (long i = 0; i < long(count) * dim_ * long(sizeof(T)); i += 64) {
-                __builtin_prefetch(keys + i, 0, PFL);
-                __builtin_prefetch(keys + rows_.value_bytes + i, 0, PFL);
-            }
-            place += count;
-        }
+    void expect_rows(int start) {
+        ahead_.clear();
+        const int end = smaller(SPAN, tile_->position + tile_->queries - start);
+        for_pieces(start, 0, end, [&](int, int count, const char* keys) {
+            const long bytes = long(count) * dim_ * long(sizeof(T));
+            ahead_.expect(keys, bytes);
+            ahead_.expect(keys + rows_.value_bytes, bytes);
+        });
     }
 
     void widen_values(int begin, int end) {
@@ -184,6 +189,17 @@ class TileTask {
         }
     }
 
+    // multiply() in steps, if there is little work for what has to be read; the order of sums is the same.
+    template <class B>
+    void multiply_ahead(int rows, const float* a, long a_stride, const B& b, int begin, int end, float* c, long c_stride,
+                        int columns) {
+        const int step = tile_->queries * group_heads_ > TILE_ROWS ? larger(SPAN, dim_) : 16;
+        for (int k = begin; k < end; k += step) {
+            multiply(rows, a, a_stride, b, k, smaller(k + step, end), c, c_stride, columns);
+            ahead_.fetch();
+        }
+    }
+
     // scores_ of `count` rows from `row` on, turned into weights e^(score - top); fills top and total of `to`.
     void weigh(int row, int count, int start, const Partial& to) {
         const int first = tile_->position + row / group_heads_, last = tile_->position + (row + count - 1) / group_heads_;
@@ -192,7 +208,7 @@ class TileTask {
         for (int i = 0; i < count * SPAN; i += LANES) Simd::store(scores_ + i, Simd::set(0.0f));
         if (begin < end) {
             const auto keys = [&](int k, int column) { return keys_ + k * SPAN + begin + column; };
-            multiply(count, q_ + long(row) * width_, width_, keys, 0, dim_, scores_ + begin, SPAN, end - begin);
+            multiply_ahead(count, q_ + long(row) * width_, width_, keys, 0, dim_, scores_ + begin, SPAN, end - begin);
         }
         for (int i = 0; i < count; ++i) {
             const int position = tile_->position + (row + i) / group_heads_;
@@ -234,7 +250,7 @@ class TileTask {
             }
         }
         const auto add = [&](int i, int rows, int begin, int end) {
-            if (begin < end) multiply(rows, scores_ + i * SPAN, SPAN, values, begin, end, to.at(i).acc, to.stride, width_);
+            multiply_ahead(rows, scores_ + i * SPAN, SPAN, values, begin, end, to.at(i).acc, to.stride, width_);
         };
         const auto each = [&](int begin, int end) {
             for (int i = 0; i < count; ++i) {
@@ -294,6 +310,7 @@ class TileTask {
     const std::int64_t* table_ = nullptr;
     float *q_, *keys_, *values_, *zeros_, *scores_;
     Partial state_, span_;  // of the tile so far, and of up to TILE_ROWS rows over the current span
+    Ahead ahead_;
     const T* key_rows_[SPAN];
     const T* value_rows_[SPAN];
 };

@@ -12,6 +12,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include "few_rows.hpp"
 #include "kernels.hpp"
 #include "plan.hpp"
 #include "pool.hpp"
@@ -69,10 +70,15 @@ void append_rows(const AppendArguments& arguments) {
 // One set of kernels and the threads they run on.
 class Kernels {
   public:
-    Kernels(int threads, const std::string& isa) : table_(choose(isa)), pool_(threads) {}
+    Kernels(int threads, const std::string& isa) : table_(choose(isa)), pool_(threads) {
+#ifdef KVTIER_AMX
+        if (&table_ == avx512_kernels() && few_rows_supported()) few_rows_max_ = FEW_ROWS;
+#endif
+    }
 
     const char* isa() const { return table_.isa; }
     int threads() const { return pool_.threads(); }
+    int few_rows_max() const { return few_rows_max_; }
 
     void append(Rows rows, Address k, Address v, std::int64_t k_token_stride, std::int64_t k_head_stride,
                 std::int64_t v_token_stride, std::int64_t v_head_stride, Address append_rows_, Address append_offsets,
@@ -121,9 +127,22 @@ class Kernels {
                               x_stride});
     }
 
+    void linear_few([[maybe_unused]] Address x, [[maybe_unused]] std::int64_t x_stride, [[maybe_unused]] Address weight,
+                    [[maybe_unused]] Address out, std::int64_t rows, std::int64_t in_dim, std::int64_t out_dim) {
+        if (rows < 1 || rows > few_rows_max_ || in_dim < 1 || in_dim % 32 || out_dim % 16) {
+            throw std::invalid_argument("linear_few takes 1 to few_rows_max rows, in_dim in steps of 32, out_dim of 16");
+        }
+#ifdef KVTIER_AMX
+        packed_.resize(std::size_t(FEW_ROWS) * in_dim);
+        few_rows(pool_, {at<bf16>(x), at<bf16>(weight), at<bf16>(out), packed_.data(), rows, in_dim, out_dim, x_stride});
+#endif
+    }
+
   private:
     const KernelTable& table_;
     Pool pool_;
+    int few_rows_max_ = 0;
+    std::vector<bf16> packed_;
 };
 
 }  // namespace
@@ -151,6 +170,7 @@ NB_MODULE(_native, module) {
         .def(nb::init<int, const std::string&>(), "threads"_a, "isa"_a = "auto")
         .def_prop_ro("isa", &Kernels::isa)
         .def_prop_ro("threads", &Kernels::threads)
+        .def_prop_ro("few_rows_max", &Kernels::few_rows_max, "Rows that linear_few takes; 0: it cannot be used here.")
         .def("append", &Kernels::append, no_gil, "rows"_a, "k"_a, "v"_a, "k_token_stride"_a, "k_head_stride"_a,
              "v_token_stride"_a, "v_head_stride"_a, "append_rows"_a, "append_offsets"_a, "tokens"_a)
         .def("attend", &Kernels::attend, no_gil, "rows"_a, "q_type"_a, "q"_a, "q_token_stride"_a, "q_head_stride"_a,
@@ -165,5 +185,7 @@ NB_MODULE(_native, module) {
         .def("silu_mul", &Kernels::silu_mul, no_gil, "type"_a, "gate_up"_a, "token_stride"_a, "out"_a, "tokens"_a,
              "inter"_a)
         .def("linear", &Kernels::linear, no_gil, "x"_a, "x_stride"_a, "weight"_a, "bias"_a, "out"_a, "tokens"_a,
-             "in_dim"_a, "out_dim"_a);
+             "in_dim"_a, "out_dim"_a)
+        .def("linear_few", &Kernels::linear_few, no_gil, "x"_a, "x_stride"_a, "weight"_a, "out"_a, "rows"_a, "in_dim"_a,
+             "out_dim"_a);
 }

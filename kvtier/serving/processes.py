@@ -21,6 +21,11 @@ class ModelProcess:
     pid: int
     model: str
 
+    def kill(self) -> None:
+        """End it at once; no error if it has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+
 
 def model_processes(prefix: str) -> list[ModelProcess]:
     """Live stubs whose shared memory region begins with `prefix`; zombies do not count."""
@@ -41,7 +46,6 @@ def model_processes(prefix: str) -> list[ModelProcess]:
 def clean_up(prefix: str) -> None:
     """Kill the stubs and remove the shared memory that a dead server of this prefix left behind."""
     for process in model_processes(prefix):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGKILL)
+        process.kill()
     for region in SHARED_MEMORY.glob(f"{prefix}*"):
         region.unlink(missing_ok=True)

@@ -32,6 +32,8 @@ START_ATTEMPTS = 3
 POLL_S = 0.1
 KILL_AFTER_S = 5
 """A server that is still there so long after its own exit timeout hangs."""
+UNLOAD_S = 30.0
+"""A model that is still there so long after its unload began hangs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,18 +178,24 @@ class TritonServer:
         return model_processes(self.prefix)
 
     def reload(self, model: str) -> None:
-        """Unload and load a model: the one thing that brings a dead model process back. Raises ServingError."""
+        """Unload and load a model: the one thing that brings a dead model process back. Raises ServingError.
+
+        A server that never ends the unload (2.51 does so once a client has cancelled a request that had ended) loses
+        the model's processes after `UNLOAD_S`.
+        """
         try:
-            self.control.unload(model, self.options.start_timeout_s)
-            deadline = time.monotonic() + self.options.start_timeout_s
-            while self._has_processes(model) and time.monotonic() < deadline:
+            self.control.unload(model, UNLOAD_S)
+            deadline = time.monotonic() + UNLOAD_S
+            while (left := self._processes_of(model)) and time.monotonic() < deadline:
                 time.sleep(POLL_S)
+            for process in left:
+                process.kill()
             self.control.load(model, self.options.start_timeout_s)
         except OSError as error:
             raise ServingError(f"the Triton server does not answer: {error}") from None
 
-    def _has_processes(self, model: str) -> bool:
-        return any(process.model == model for process in self.model_processes())
+    def _processes_of(self, model: str) -> list[ModelProcess]:
+        return [process for process in self.model_processes() if process.model == model]
 
     def _command(self, binary: Path, backends: Path) -> list[str]:
         repository = self.options.repository

@@ -123,6 +123,26 @@ def test_every_damaged_row_is_a_counted_miss_and_the_others_stay(tmp_path: Path,
     user.shelf.close(10.0)
 
 
+def test_a_rebuild_believes_no_header_in_the_wrong_place(tmp_path: Path) -> None:
+    user = nvme_user(tmp_path / "cache")
+    slab = SlabFile(tmp_path / "cache")
+    user.write(HASHES[:20])
+    old = {record.slot: slab.slot(record.slot) for record in user.shelf.find(HASHES[:20])}
+    user.shelf.drop(user.shelf.find(HASHES[:20]), "evicted")
+    user.write(HASHES[20:])
+    records = [record for block_hash in HASHES[20:] for record in user.shelf.find([block_hash])]
+    user.shelf.close(10.0)
+    misdirected = [record for record in records if record.slot not in old][:5]
+    for record, slot in zip(misdirected, old, strict=False):
+        slab.put(record.slot, old[slot])
+    (tmp_path / "cache" / layout_name(LAYOUT) / "journal").unlink()
+    again = nvme_user(tmp_path / "cache")
+    again.shelf.check()
+    assert len(misdirected) == 5 and again.hits(HASHES[20:]) == 25 and again.hits(HASHES[:20]) == 0
+    assert again.shelf.stats()["bad_row"] == 0
+    again.shelf.close(10.0)
+
+
 def test_a_truncated_slab_gives_short_reads_and_opens_whole_again(tmp_path: Path) -> None:
     user = nvme_user(tmp_path / "cache")
     user.write(HASHES[:20])

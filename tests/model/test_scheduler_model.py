@@ -61,7 +61,7 @@ class Load:
     def cancel(self) -> None:
         if self.live:
             sequence = self.chance.choice(list(self.live.values()))
-            self.engine.scheduler.finish(sequence, FinishReason.CANCELLED)
+            self.engine.scheduler.finish(sequence, FinishReason.CANCELLED, self.now)
             self.engine.model.forget(sequence.number)
             del self.live[sequence.number]
             self.cancelled += 1

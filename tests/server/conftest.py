@@ -1,6 +1,6 @@
-"""The real Triton server for the tests of this folder: on free ports, in its own process, one a session where possible.
+"""The real Triton server for the tests of this folder: on free ports, one a session where possible.
 
-`smollm2` serves the real checkpoint, `tiny` a random one in fp32 that answers in milliseconds and whose HBM holds little.
+`smollm2` serves the real checkpoint, `tiny` a random one in fp32 that answers in milliseconds and whose HBM is small.
 """
 
 from __future__ import annotations
@@ -35,15 +35,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def installed() -> None:
-    """Skip where there is no Triton server."""
-    try:
-        locate(SERVER_DIRECTORY)
-    except ServingError as error:
-        pytest.skip(str(error))
-
-
-@pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama with a byte tokenizer and a chat template."""
     folder = tmp_path_factory.mktemp("tiny") / "model"
@@ -68,8 +59,12 @@ StartServer = Callable[..., TritonServer]
 
 
 @pytest.fixture(scope="session")
-def start_server(installed: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartServer]:
+def start_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartServer]:
     """Start servers that end with the session: `start_server(overrides, *extra_arguments, repository=...)`."""
+    try:
+        locate(SERVER_DIRECTORY)
+    except ServingError as error:
+        pytest.skip(str(error))
     servers: list[TritonServer] = []
 
     def start(overrides: dict[str, str], *extra: str, repository: Path = REPOSITORY) -> TritonServer:

@@ -1,4 +1,4 @@
-"""Requests as clients that others wrote send them: vllm_backend's `[1]` shapes, genai-perf's two backends, TensorRT-LLM's."""
+"""Requests as others' clients send them: vllm_backend's `[1]` shapes, genai-perf's two backends, TensorRT-LLM's."""
 
 from __future__ import annotations
 

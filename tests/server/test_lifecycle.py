@@ -1,4 +1,4 @@
-"""Load, unload and reload under traffic's eyes: gauges follow, counters go on, and a bad folder is refused with its reason."""
+"""Load, unload and reload: gauges follow, counters go on, and a bad model is refused with its reason."""
 
 from __future__ import annotations
 

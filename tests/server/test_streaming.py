@@ -86,6 +86,7 @@ def test_a_repeated_prompt_comes_from_hbm(grpc: Client) -> None:
 
 
 def test_32_streams_at_once_all_finish_and_the_batcher_hands_over_lists(smollm2: TritonServer, grpc: Client) -> None:
+    wait_for_publication()
     before, batches_before = metrics(smollm2), batch_counts(smollm2)
     ask(grpc, "alone")
     with ThreadPoolExecutor(32) as pool:

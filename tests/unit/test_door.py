@@ -8,8 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from kvtier.door import INPUTS, OUTPUTS, DoorLimits, DoorRequest, Tensor, parse_request, response_fields
+from kvtier.door import INPUTS, OUTPUTS, SAMPLING_KEYS, DoorLimits, DoorRequest, Tensor, parse_request, response_fields
 from kvtier.errors import InvalidRequest
 from kvtier.request import FinishReason, Origin, Request, SamplingParams, TokenEvent, Usage
 
@@ -213,6 +215,33 @@ def test_flags_and_salt_are_checked() -> None:
     assert refusal(text_input="a", stream=1) == "stream: must be true or false, got 1"
     assert refusal(text_input="a", cache_salt="x" * 257).startswith("cache_salt: at most 256 characters, got 257")
     assert refusal(text_input="a", image="x") == "input 'image': is unknown"
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.binary(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+KEYS = st.sampled_from(sorted({*INPUTS, *SAMPLING_KEYS, "n", "logprobs", "bad_words"}))
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    fields=st.dictionaries(KEYS, ANYTHING, max_size=4),
+    parameters=st.dictionaries(KEYS, ANYTHING, max_size=3),
+    text=ANYTHING,
+)
+def test_any_nonsense_is_refused_or_understood(
+    fields: dict[str, object], parameters: dict[str, object], text: object
+) -> None:
+    sampling = json.dumps(text, default=str)
+    for given_fields in (fields, {"text_input": "a", "sampling_parameters": sampling}, {"text_input": "a", **fields}):
+        answer = ""
+        try:
+            assert parse_request(given_fields, parameters).request.prompt
+        except InvalidRequest as error:
+            answer = str(error)
+        assert len(answer) < 2000
 
 
 USAGE = Usage(10, 3, Origin(hbm=4, dram=3, nvme=2, computed=1), reused_blocks=2, allocated_blocks=5, ttft_s=0.1)

@@ -6,7 +6,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -111,6 +111,22 @@ def test_short_and_interrupted_calls_are_continued_on_aligned_boundaries(bench: 
     assert os.pread(bench.descriptor, 5 * PAGE, 0) == bytes(buffers[0]) + bytes(buffers[1])
     if operation is Operation.READ:
         assert bytes(buffers[1]) == b"".join(bytes([number]) * PAGE for number in (2, 3, 4, 5))
+
+
+def test_a_call_that_stopped_off_a_page_is_continued_from_its_start(bench: Bench) -> None:
+    class Watching(FaultyCalls):
+        def preadv(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+            offsets.append(offset)
+            assert all(buffer.nbytes % PAGE == 0 for buffer in buffers)
+            return super().preadv(descriptor, buffers, offset)
+
+    offsets: list[int] = []
+    calls = Watching([Fault(Call.READ, 1, Effect.SHORT, PAGE + 700), Fault(Call.READ, 2, Effect.SHORT, 701)])
+    engine = ThreadsEngine(1, 1, 1, bench.bell, calls)
+    engine.submit([bench.request(Operation.READ, 2, [aligned(4 * PAGE)])])
+    assert engine.close(10.0) == 0
+    assert [result.moved_bytes for result in engine.poll()] == [4 * PAGE]
+    assert offsets == [2 * PAGE, 3 * PAGE, 3 * PAGE], "direct I/O takes no other offset"
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EROFS])

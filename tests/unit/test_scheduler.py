@@ -119,8 +119,8 @@ def test_a_sequence_cancelled_in_any_state_gives_all_slots_back(turns: int, tmp_
     sequence = add(engine, 0, 4 * BLOCK)
     for _ in range(turns):
         step(engine)
-    engine.scheduler.finish(sequence, FinishReason.CANCELLED)
-    engine.scheduler.finish(sequence, FinishReason.CANCELLED)
+    engine.scheduler.finish(sequence, FinishReason.CANCELLED, 0.0)
+    engine.scheduler.finish(sequence, FinishReason.CANCELLED, 0.0)
     engine.tiers.settle(0.0)
     engine.scheduler.check()
     assert engine.tiers.store.available_count == 16 and not engine.scheduler.sequences
@@ -136,7 +136,7 @@ def test_a_sequence_cancelled_while_it_fetches_gives_all_slots_back(tmp_path: Pa
     engine.scheduler.add(again)
     assert step(engine) == {} and again.state is SequenceState.FETCHING
     assert engine.scheduler.next_deadline() == 5.0
-    engine.scheduler.finish(again, FinishReason.CANCELLED)
+    engine.scheduler.finish(again, FinishReason.CANCELLED, 0.0)
     engine.tiers.settle(0.0)
     engine.scheduler.check()
     assert engine.tiers.store.available_count == 16
@@ -199,3 +199,14 @@ def test_a_sequence_that_can_never_fit_is_a_bug_of_the_caller(tmp_path: Path) ->
         add(engine, 0, 4 * BLOCK, output_max=2)
     add(engine, 1, 4 * BLOCK, output_max=1)
     assert step(engine) == {1: 4 * BLOCK}
+
+
+def test_what_a_finished_sequence_leaves_behind_is_evicted_from_its_end(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path, hbm=8, dram=0)
+    sequence = add(engine, 0, 2 * BLOCK, output_max=3 * BLOCK)
+    for turn in range(3 * BLOCK):
+        step(engine, float(turn))
+    assert sequence.state is SequenceState.FINISHED
+    assert engine.tiers.store.allocate(6) is not None
+    fetch = engine.tiers.store.fetch(sequence.hashes, 0, 99.0)
+    assert fetch is not None and len(fetch.slots) == 2

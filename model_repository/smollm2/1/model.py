@@ -212,22 +212,22 @@ class Publisher:
         self._thread.join(CLOSE_S)
 
     def _run(self) -> None:
-        # Created, used and let go on this thread alone.
-        families = [triton_family(family) for family in self._metrics.families]
-        series = {
+        # Kept until this process ends: a family that is let go takes its values with it.
+        self._families = [triton_family(family) for family in self._metrics.families]
+        self._series = {
             (family.name, labels): created.Metric(labels=self._labels(family, labels), **buckets_of(family))
-            for family, created in zip(self._metrics.families, families, strict=True)
+            for family, created in zip(self._metrics.families, self._families, strict=True)
             for labels in family.label_values
         }
         stopped = False
         while True:
-            self._publish(series)
+            self._publish()
             self._started.set()
             if stopped:
                 return
             stopped = self._stop.wait(PUBLISH_S)
 
-    def _publish(self, series: Mapping[tuple[str, Labels], Any]) -> None:
+    def _publish(self) -> None:
         if not self._stop.is_set():
             self._metrics.engine_up.set(float(self._engine.healthy))
         for sample in self._metrics.snapshot():
@@ -236,12 +236,12 @@ class Publisher:
             if sample.family.kind is Kind.HISTOGRAM or (added == 0 and key in self._published):
                 continue
             if sample.family.kind is Kind.GAUGE:
-                series[key].set(sample.value)
+                self._series[key].set(sample.value)
             else:
-                series[key].increment(added)
+                self._series[key].increment(added)
             self._published[key] = sample.value
         for observation in self._metrics.take_observations():
-            series[(observation.family.name, observation.labels)].observe(observation.value)
+            self._series[(observation.family.name, observation.labels)].observe(observation.value)
 
     def _labels(self, family: Family, values: Labels) -> dict[str, str]:
         labels = {"model": self._model, **dict(zip(family.label_names, values, strict=True))}

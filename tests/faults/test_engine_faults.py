@@ -1,0 +1,345 @@
+"""A whole engine over failing shelves: requests never fail, and every token is that of an engine without shelves.
+
+Faults come through the system calls below both shelves, by corrupting their bytes behind the engine's back, and from
+cache directories that cannot be used, are used by another engine, or hold another model's blocks.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fakes import flip_byte
+from tiny import make_checkpoint
+from workloads import Collector, Round, check_each_step, make_workload
+
+from kvtier import Engine, EngineConfig, SamplingParams
+from kvtier.block import KVLayout, Tier
+from kvtier.io.faulty import Call, Effect, Fault, FaultyCalls
+from kvtier.shelves import open_dram_shelf, open_nvme_shelf
+
+BLOCK = 16
+LAYOUT = KVLayout(3, 2, 16, BLOCK, "float32")
+SLOT_BYTES = LAYOUT.row_bytes + 4096
+HBM_BLOCKS, DRAM_BLOCKS = 11, 24
+DEADLINE_S = 0.15
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("tiny"), "llama")
+
+
+@pytest.fixture(scope="module")
+def workloads(checkpoint: Path) -> list[tuple[list[Round], list[list[int]]]]:
+    """Rounds of requests, none of them cancelled, and the tokens of an engine that has HBM alone."""
+    made = []
+    for seed in range(3):
+        rounds = make_workload(seed, BLOCK, 300, 9 * BLOCK, outputs=8)
+        rounds = [replace(turn, asks=tuple(replace(ask, cancel_after=None) for ask in turn.asks)) for turn in rounds]
+        with Engine(config(checkpoint, None, 512, 0)) as engine:
+            made.append((rounds, serve(engine, rounds)))
+    return made
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drain into a shelf that takes nothing is given up soon, and a shelf that is away is asked for often."""
+    monkeypatch.setattr("kvtier.loop.DRAIN_S", 0.5)
+    monkeypatch.setattr("kvtier.store.RETRY_S", 0.05)
+
+
+def config(
+    model: Path, cache: Path | None, hbm: int = HBM_BLOCKS, dram: int = DRAM_BLOCKS, **more: object
+) -> EngineConfig:
+    values: dict[str, object] = {
+        "model": model,
+        "dtype": "float32",
+        "block_tokens": BLOCK,
+        "threads": 1,
+        "tiers.hbm.bytes": hbm * LAYOUT.row_bytes,
+        "tiers.dram.bytes": dram * SLOT_BYTES,
+        "tiers.nvme.bytes": "4MiB" if cache else 0,
+        "tiers.nvme.path": cache,
+        "tiers.nvme.wait_s": 0,
+        "tiers.fetch_deadline_s": DEADLINE_S,
+    }
+    return EngineConfig.load(None, values | {name.replace("__", "."): value for name, value in more.items()})
+
+
+def inject(monkeypatch: pytest.MonkeyPatch, tiers: Sequence[Tier], faults: Sequence[Fault]) -> FaultyCalls:
+    """The next engines' shelves of `tiers` make their system calls through one script of faults."""
+    calls = FaultyCalls(faults)
+    openers = {
+        Tier.DRAM: ("kvtier.assembly.open_dram_shelf", open_dram_shelf),
+        Tier.NVME: ("kvtier.assembly.open_nvme_shelf", open_nvme_shelf),
+    }
+    for tier in tiers:
+        name, opener = openers[tier]
+        monkeypatch.setattr(name, functools.partial(opener, calls=calls))
+    return calls
+
+
+def serve(engine: Engine, rounds: Sequence[Round]) -> list[list[int]]:
+    """Tokens of all requests, in order; none may fail. The books are checked after every step."""
+    check_each_step(engine)
+    tokens: list[list[int]] = []
+    for turn in rounds:
+        for tier in turn.evict:
+            engine.evict(tier)
+        collectors = [Collector(engine, ask) for ask in turn.asks]
+        for collector in collectors:
+            event = collector.wait()
+            assert event.error is None, event.error
+            assert event.usage is not None and sum(event.usage.origin.as_dict().values()) == len(collector.ask.prompt)
+            tokens.append(collector.token_ids)
+    assert engine.healthy
+    return tokens
+
+
+def failures(engine: Engine, reason: str) -> int:
+    """Shelf failures of one reason, from the metrics, once they are published."""
+    end = time.monotonic() + 10
+    tiers = [tier for tier in ("dram", "nvme") if f"{tier}_slots_total" in engine.stats()]
+    while time.monotonic() < end:
+        counted = sum(engine.metrics.shelf_failures.value(tier, reason) for tier in tiers)
+        if reason == "late" or counted == sum(engine.stats()[f"{tier}_{reason}"] for tier in tiers):
+            return int(counted)
+        engine.generate([[3]], SamplingParams(max_tokens=1))
+    raise AssertionError("the metrics never agree with the stats")
+
+
+def every(call: Call, step: int, effect: Effect, value: float, first: int = 3, last: int = 400) -> list[Fault]:
+    return [Fault(call, nth, effect, value) for nth in range(first, last, step)]
+
+
+SCRIPTS: dict[str, tuple[list[Fault], str]] = {
+    "reads fail now and then": (every(Call.READ, 4, Effect.ERROR, errno.EIO), "io_error"),
+    "reads fail for good": ([Fault(Call.READ, 4, Effect.ERROR, errno.EIO, sticky=True)], "io_error"),
+    "reads come short": (every(Call.READ, 3, Effect.SHORT, 0), "short_read"),
+    "reads come in pieces": (every(Call.READ, 2, Effect.SHORT, 4096), ""),
+    "writes fail now and then": (every(Call.WRITE, 4, Effect.ERROR, errno.EIO), "io_error"),
+    "writes are torn": (every(Call.WRITE, 3, Effect.SHORT, 0), "io_error"),
+    "the disk is full now and then": (every(Call.WRITE, 9, Effect.ERROR, errno.ENOSPC), "no_space"),
+    "the disk is full for good": ([Fault(Call.WRITE, 6, Effect.ERROR, errno.ENOSPC, sticky=True)], "no_space"),
+    "some reads are late": (every(Call.READ, 9, Effect.DELAY, 3 * DEADLINE_S, last=60), "late"),
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("tiers", [(Tier.DRAM,), (Tier.NVME,), (Tier.DRAM, Tier.NVME)], ids=["dram", "nvme", "both"])
+def test_faults_below_the_shelves_change_no_token_and_are_counted(
+    script: str,
+    tiers: tuple[Tier, ...],
+    checkpoint: Path,
+    workloads: list[tuple[list[Round], list[list[int]]]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    faults, reason = SCRIPTS[script]
+    rounds, expected = workloads[len(tiers) - 1]
+    inject(monkeypatch, tiers, faults)
+    with Engine(config(checkpoint, tmp_path / "cache")) as engine:
+        assert serve(engine, rounds) == expected
+        if reason:
+            assert failures(engine, reason) > 0
+        else:
+            assert engine.stats()["dram_reads"] + engine.stats()["nvme_reads"] > 5
+
+
+def test_reads_that_never_end_cost_a_deadline_each_and_the_engine_closes_in_time(
+    checkpoint: Path,
+    workloads: list[tuple[list[Round], list[list[int]]]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rounds, expected = workloads[0]
+    calls = inject(monkeypatch, (Tier.NVME,), [Fault(Call.READ, 1, Effect.HANG, sticky=True)])
+    engine = Engine(config(checkpoint, tmp_path / "cache", hbm=HBM_BLOCKS + 16))
+    assert serve(engine, rounds) == expected
+    assert engine.stats()["arriving_blocks"] > 0 and failures(engine, "late") > 0
+    started = time.monotonic()
+    engine.close(0.5)
+    assert time.monotonic() - started < 5
+    calls.release()
+
+
+def corrupt_dram(engine: Engine, _: Path) -> int:
+    shelf = engine._store._shelves[Tier.DRAM]
+    records = shelf.coldest(shelf.slot_count)
+    for number, record in enumerate(records):
+        place = number * 997 % SLOT_BYTES
+        flip_byte(shelf._slab.descriptor, shelf._slab.offset(record.slot) + place // 4096 * 4096, place % 4096)
+    return len(records)
+
+
+def corrupt_nvme(_: Engine, cache: Path) -> int:
+    """Every slot gets one wrong byte, somewhere in its header or row."""
+    (slab,) = cache.glob("*/nvme.slab")
+    with slab.open("r+b") as file:
+        count = (slab.stat().st_size - 4096) // SLOT_BYTES
+        for slot in range(count):
+            place = slot * 997 % SLOT_BYTES
+            flip_byte(file.fileno(), 4096 + slot * SLOT_BYTES + place // 4096 * 4096, place % 4096)
+    return count
+
+
+@pytest.mark.parametrize("corrupt", [corrupt_dram, corrupt_nvme])
+def test_rows_corrupted_behind_the_engine_s_back_are_misses(
+    corrupt: Callable[[Engine, Path], int],
+    checkpoint: Path,
+    workloads: list[tuple[list[Round], list[list[int]]]],
+    tmp_path: Path,
+) -> None:
+    rounds, expected = workloads[0]
+    with Engine(config(checkpoint, tmp_path / "cache")) as engine:
+        first = serve(engine, rounds[:2])
+        engine.evict("hbm")
+        if corrupt is corrupt_nvme:
+            engine.evict("dram")
+        assert corrupt(engine, tmp_path / "cache") > 5
+        again = [replace(turn, evict=()) for turn in rounds[2:]]
+        assert first + serve(engine, again) == expected
+        assert failures(engine, "bad_row") > 0
+
+
+def test_a_slab_truncated_underneath_is_a_miss(
+    checkpoint: Path, workloads: list[tuple[list[Round], list[list[int]]]], tmp_path: Path
+) -> None:
+    rounds, expected = workloads[1]
+    with Engine(config(checkpoint, tmp_path / "cache")) as engine:
+        first = serve(engine, rounds[:2])
+        engine.evict("hbm")
+        engine.evict("dram")
+        (slab,) = (tmp_path / "cache").glob("*/nvme.slab")
+        with slab.open("r+b") as file:
+            file.truncate(4096 + SLOT_BYTES)
+        assert first + serve(engine, [replace(turn, evict=()) for turn in rounds[2:]]) == expected
+        assert failures(engine, "short_read") > 0
+
+
+# ---- cache directories -----------------------------------------------------------------------------------------------
+
+
+def below_a_file(folder: Path) -> Path:
+    (folder / "file").write_text("not a folder")
+    return folder / "file" / "cache"
+
+
+def shared_with_others(folder: Path) -> Path:
+    (folder / "cache").mkdir(mode=0o755)
+    (folder / "cache" / "mine.txt").write_text("somebody else's")
+    return folder / "cache"
+
+
+def through_a_link(folder: Path) -> Path:
+    (folder / "real").mkdir(mode=0o700)
+    (folder / "cache").symlink_to(folder / "real")
+    return folder / "cache"
+
+
+@pytest.mark.parametrize("make", [below_a_file, shared_with_others, through_a_link])
+def test_an_unusable_cache_directory_is_said_and_served_without(
+    make: Callable[[Path], Path],
+    checkpoint: Path,
+    workloads: list[tuple[list[Round], list[list[int]]]],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rounds, expected = workloads[0]
+    with Engine(config(checkpoint, make(tmp_path))) as engine:
+        assert "nvme_slots_total" not in engine.stats()
+        assert serve(engine, rounds) == expected
+    assert "serving without the NVMe shelf" in caplog.text
+
+
+def test_a_full_disk_is_said_and_the_shelf_comes_once_there_is_room(
+    checkpoint: Path,
+    workloads: list[tuple[list[Round], list[list[int]]]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rounds, expected = workloads[0]
+    calls = inject(monkeypatch, (Tier.NVME,), [Fault(Call.ALLOCATE, 1, Effect.ERROR, errno.ENOSPC, sticky=True)])
+    with Engine(config(checkpoint, tmp_path / "cache")) as engine:
+        assert "tiers.nvme.bytes" in caplog.text and "nvme_slots_total" not in engine.stats()
+        assert serve(engine, rounds[:2]) == expected[: sum(len(turn.asks) for turn in rounds[:2])]
+        calls.inject([])
+        wait_for_nvme(engine)
+        assert serve(engine, rounds) == expected
+        assert engine.stats()["nvme_writes"] > 0
+
+
+def wait_for_nvme(engine: Engine) -> None:
+    end = time.monotonic() + 20
+    while "nvme_slots_total" not in engine.stats():
+        assert time.monotonic() < end, "the shelf is never tried again"
+        engine.generate([[5]], SamplingParams(max_tokens=1))
+        time.sleep(0.01)
+
+
+def test_a_second_engine_serves_without_nvme_until_the_first_one_leaves_and_then_finds_it_warm(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompt, params = [token % 200 + 3 for token in range(5 * BLOCK + 1)], SamplingParams(max_tokens=3, temperature=0)
+    first = Engine(config(checkpoint, tmp_path / "cache"))
+    try:
+        expected = first.generate([prompt], params)[0].token_ids
+        first.evict("hbm")
+        first.evict("dram")
+        with Engine(config(checkpoint, tmp_path / "cache")) as second:
+            assert "in use by another engine" in caplog.text
+            found = second.generate([prompt], params)[0]
+            assert found.token_ids == expected and found.origin["computed"] == len(prompt)
+            second.evict("hbm")
+            second.evict("dram")
+            first.close()
+            wait_for_nvme(second)
+            found = second.generate([prompt], params)[0]
+            assert found.token_ids == expected and found.origin["nvme"] == 5 * BLOCK
+    finally:
+        first.close()
+
+
+def test_blocks_of_another_model_of_the_same_shape_are_never_mixed(
+    checkpoint: Path, tmp_path: Path, workloads: list[tuple[list[Round], list[list[int]]]]
+) -> None:
+    rounds, expected = workloads[0]
+    other = make_checkpoint(tmp_path / "other", "llama", seed=1)
+    with Engine(config(other, None, 512, 0)) as engine:
+        other_expected = serve(engine, rounds)
+    assert other_expected != expected
+    for turn, (model, tokens) in enumerate([(checkpoint, expected), (other, other_expected)] * 2):
+        with Engine(config(model, tmp_path / "cache")) as engine:
+            (folder,) = [item for item in (tmp_path / "cache").iterdir() if item.is_dir()]
+            assert serve(engine, rounds) == tokens
+            if turn >= 2:
+                assert engine.stats()["promoted_nvme_hbm"] > 0, "the second turn of a model finds its first"
+            assert failures(engine, "bad_row") == 0
+        assert folder.is_dir()
+
+
+def test_a_cache_directory_full_of_rubbish_is_served_around(
+    checkpoint: Path, tmp_path: Path, workloads: list[tuple[list[Round], list[list[int]]]]
+) -> None:
+    rounds, expected = workloads[2]
+    with Engine(config(checkpoint, tmp_path / "cache")) as engine:
+        assert serve(engine, rounds) == expected
+    for file in (tmp_path / "cache").glob("*/*"):
+        file.write_bytes(b"rubbish" * 1000)
+    with Engine(config(checkpoint, tmp_path / "cache")) as engine:
+        assert engine.stats()["nvme_slots_used"] == 0
+        assert serve(engine, rounds) == expected
+
+
+@pytest.fixture(autouse=True)
+def _quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    caplog.set_level(logging.INFO)
+    yield

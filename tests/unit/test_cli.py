@@ -1,0 +1,151 @@
+"""The `kvtier` command over a tiny real checkpoint: what goes to stdout and stderr, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+from tiny import make_checkpoint
+from typer.testing import CliRunner, Result
+
+from kvtier import __version__
+from kvtier.cli.main import app
+from kvtier.cli.smoke import address_of
+from kvtier.cli.terminal import cost_line
+from kvtier.errors import KvtierError
+from kvtier.request import Origin, Usage
+
+SMALL = ["--hbm", "1MiB", "--dram", "1MiB", "--dtype", "float32", "--set", "block_tokens=16", "--set", "threads=1"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("cli") / "model", tokenizer=True)
+
+
+def run(*arguments: object, stdin: str = "") -> Result:
+    result = CliRunner().invoke(app, [str(item) for item in arguments], input=stdin)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def objects(result: Result) -> list[dict[str, object]]:
+    assert result.exit_code == 0, result.output
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def test_version_is_the_packages() -> None:
+    assert run("--version").stdout == f"kvtier {__version__}\n"
+
+
+@pytest.mark.parametrize("command", ["chat", "generate", "smoke"])
+def test_help_teaches_every_command_with_examples(command: str) -> None:
+    assert command in run("--help").stdout
+    text = run(command, "--help").stdout
+    assert "Examples:" in text and text.count(f"kvtier {command}") >= 2
+
+
+def test_generate_completes_several_prompts_as_json_lines(checkpoint: Path) -> None:
+    answers = objects(run("generate", checkpoint, "the sea", "an island", "--json", "--max-tokens", 5, *SMALL))
+    assert [answer["prompt"] for answer in answers] == ["the sea", "an island"]
+    for answer in answers:
+        assert set(answer) == {
+            "prompt",
+            "text",
+            "token_ids",
+            "finish_reason",
+            "prompt_token_count",
+            "origin",
+            "ttft_s",
+        }
+        assert sum(answer["origin"].values()) == answer["prompt_token_count"]  # type: ignore[attr-defined]
+
+
+def test_generate_reads_stdin_and_keeps_costs_out_of_stdout(checkpoint: Path) -> None:
+    options = ["--max-tokens", 6, "--temperature", 0, *SMALL]
+    piped = run("generate", checkpoint, *options, stdin="the sea")
+    [answer] = objects(run("generate", checkpoint, "the sea", "--json", *options))
+    assert piped.stdout == f"{answer['text']}\n"
+    assert "tokens in (computed" in piped.stderr
+
+
+def test_generate_with_chat_puts_the_template_around_the_prompt(checkpoint: Path) -> None:
+    options = ["--json", "--max-tokens", 1, *SMALL]
+    [plain] = objects(run("generate", checkpoint, "hello", *options))
+    [chat] = objects(run("generate", checkpoint, "hello", "--chat", *options))
+    assert chat["prompt_token_count"] > plain["prompt_token_count"]  # type: ignore[operator]
+
+
+def test_the_nvme_tier_is_warm_for_the_next_command(checkpoint: Path, tmp_path: Path) -> None:
+    text = "the sea and the island and the rain " * 6
+    options = ["--json", "--max-tokens", 2, *SMALL, "--nvme", "8MiB", "--cache-dir", tmp_path / "kv"]
+    [first] = objects(run("generate", checkpoint, text, *options))
+    [second] = objects(run("generate", checkpoint, text, *options))
+    assert first["origin"]["nvme"] == 0  # type: ignore[index]
+    assert second["origin"]["nvme"] >= 32  # type: ignore[index]
+    assert second["text"] == first["text"]
+
+
+def test_a_piped_chat_answers_line_by_line_and_finds_its_history_again(checkpoint: Path) -> None:
+    options = ["--max-tokens", 4, "--temperature", 0, "--system", "Speak of the rain, the sea and the island.", *SMALL]
+    result = run("chat", checkpoint, *options, stdin="hello there\n\nand then?\n/reset\nhello there\n/quit\nnot read\n")
+    assert result.exit_code == 0, result.output
+    costs = [line for line in result.stderr.splitlines() if "tokens in" in line]
+    assert len(costs) == 3
+    assert "HBM" not in costs[0] and "HBM" in costs[1] and "HBM" in costs[2]
+    again = run("chat", checkpoint, *options, stdin="hello there\n")
+    assert result.stdout.startswith(again.stdout) and result.stdout.endswith(again.stdout)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["no-such-folder", "x"], "no-such-folder"),
+        (["MODEL", "x", "--temperature", "nan"], "temperature: must be a finite number"),
+        (["MODEL", "x", "--max-tokens", "0"], "max_tokens: must be from 1"),
+        (["MODEL", "x", "--hbm", "lots"], "tiers.hbm.bytes: is a size such as 512MiB"),
+        (["MODEL", "x", "--set", "tiers.hmb.bytes=1MiB"], "did you mean hbm?"),
+        (["MODEL", "x", "--set", "nonsense"], "KEY=VALUE"),
+        (["MODEL", "x " * 2000, *SMALL], "context"),
+        (["MODEL"], "PROMPT"),
+    ],
+)
+def test_a_users_mistake_is_one_message_and_status_2(checkpoint: Path, arguments: list[str], words: str) -> None:
+    result = run("generate", *[checkpoint if item == "MODEL" else item for item in arguments])
+    assert result.exit_code == 2
+    assert words in " ".join(result.stderr.split())
+    assert "Traceback" not in result.output and not result.stdout
+
+
+def test_chat_needs_a_chat_template(tmp_path: Path) -> None:
+    result = run("chat", make_checkpoint(tmp_path / "model"), *SMALL, stdin="hello\n")
+    assert result.exit_code == 2 and "chat template" in " ".join(result.stderr.split())
+
+
+def test_smoke_says_that_nobody_answers() -> None:
+    with socket.socket() as held:
+        held.bind(("localhost", 0))
+        result = run("smoke", f"localhost:{held.getsockname()[1]}", "--timeout", 2)
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error:") and not result.stdout
+
+
+@pytest.mark.parametrize("url", ["http://localhost:8000", "localhost", "localhost:grpc", ":8001"])
+def test_smoke_wants_a_grpc_address(url: str) -> None:
+    result = run("smoke", url)
+    assert result.exit_code == 1 and "HOST:PORT" in " ".join(result.stderr.split())
+
+
+def test_an_address_may_carry_its_scheme() -> None:
+    assert address_of("grpc://gpu7:8001/") == address_of("gpu7:8001") == "gpu7:8001"
+    with pytest.raises(KvtierError):
+        address_of("https://gpu7:8001")
+
+
+def test_a_cost_line_names_only_the_origins_there_are() -> None:
+    usage = Usage(96, 11, Origin(hbm=64, nvme=32), 3, 1, 0.5)
+    assert cost_line(usage, 1.5) == "96 tokens in (HBM 64, NVMe 32) · 11 out · first after 0.50 s · 10 tokens/s"
+    assert cost_line(usage, None).endswith("first after 0.50 s")

@@ -1,0 +1,146 @@
+"""The store as one thing: order of eviction over chains, counters, shelves that come later, and checks that catch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from fakes import LAYOUT, NAMESPACE, SteppedIo, SteppedTiers, chain_hashes, nvme_slab
+
+from kvtier.block import Tier
+from kvtier.demotion import NvmePolicy
+from kvtier.directory import Directory
+from kvtier.io.base import Operation
+from kvtier.shelf import Shelf
+from kvtier.store import RETRY_S
+from kvtier.ticket import ShelfLimits
+from kvtier.tiers.header import RowFormat
+
+HASHES = chain_hashes(range(160))
+"""Twenty blocks of one chain."""
+
+
+def grow(tiers: SteppedTiers, count: int, now: float) -> None:
+    """A sequence that makes a block a second, then ends a second later."""
+    slots: list[int] = []
+    for depth in range(count):
+        slots += tiers.compute(HASHES[depth : depth + 1], now + depth, depth)
+        tiers.settle(now + depth)
+    tiers.store.touch(HASHES[:count], now + count)
+    tiers.store.release(slots)
+
+
+def test_a_chain_loses_its_last_blocks_first_in_hbm(tmp_path: Path) -> None:
+    tiers = SteppedTiers(tmp_path, hbm=8, dram=0, nvme=0)
+    grow(tiers, 6, 1.0)
+    assert tiers.store.allocate(5) is not None  # two were free, so three of the chain had to go
+    fetch = tiers.store.fetch(HASHES[:6], 0, 20.0)
+    assert fetch is not None and len(fetch.slots) == 3
+
+
+@pytest.mark.parametrize("tier", [Tier.DRAM, Tier.NVME])
+def test_a_chain_loses_its_last_blocks_first_on_a_shelf(tier: Tier, tmp_path: Path) -> None:
+    tiers = SteppedTiers(tmp_path, hbm=12, dram=8 * (tier is Tier.DRAM), nvme=8 * (tier is Tier.NVME))
+    grow(tiers, 6, 1.0)
+    tiers.store.release(tiers.compute(chain_hashes([7] * 40, "other"), 30.0))
+    tiers.settle(30.0)
+    assert [tiers.shelves[tier].holds(block_hash) for block_hash in HASHES[:6]] == [True] * 3 + [False] * 3
+
+
+def test_rows_written_after_the_sequence_ended_are_as_old_as_the_rest_of_its_chain(tmp_path: Path) -> None:
+    tiers = SteppedTiers(tmp_path, hbm=12, dram=8, nvme=0)
+    slots = tiers.compute(HASHES[:6], 1.0)
+    tiers.store.touch(HASHES[:6], 1.5)
+    tiers.store.release(slots)
+    now = 2.0
+    while tiers.store.stats()["waiting_writes"] or tiers.store.busy or now == 2.0:  # one row a second
+        tiers.store.poll(now)
+        tiers.step(1)
+        now += 1.0
+    tiers.store.release(tiers.compute(chain_hashes([7] * 40, "other"), 30.0))
+    tiers.settle(30.0)
+    assert [tiers.shelves[Tier.DRAM].holds(block_hash) for block_hash in HASHES[:6]] == [True] * 3 + [False] * 3
+
+
+def test_metrics_say_what_moved_and_what_went_wrong(tmp_path: Path) -> None:
+    tiers = SteppedTiers(tmp_path, hbm=8, dram=8, nvme=16)
+    tiers.store.release(tiers.compute(HASHES[:4]))
+    tiers.drain(Tier.HBM)
+    tiers.drain(Tier.DRAM)
+    tiers.corrupt(Tier.NVME, tiers.shelves[Tier.NVME].find(HASHES[2:3])[0].slot, 4096)
+    slots, origins = tiers.take(HASHES[:4])
+    assert origins == [Tier.NVME] * 2
+    tiers.settle(0.0)
+    for _ in range(2):  # growth is counted once
+        tiers.store.publish_metrics()
+    metrics, row_bytes = tiers.metrics, LAYOUT.row_bytes
+    assert metrics.shelf_failures.value("nvme", "bad_row") == 1
+    assert metrics.promoted_blocks.value("nvme", "hbm") == 3
+    assert metrics.demoted_blocks.value("hbm", "dram") >= 4
+    assert metrics.demoted_blocks.value("hbm", "nvme") + metrics.demoted_blocks.value("dram", "nvme") == 4
+    assert metrics.evicted_blocks.value("hbm") == 4 and metrics.evicted_bytes.value("hbm") == 4 * row_bytes
+    assert metrics.tier_used_blocks.value("hbm") == len(slots) + 1
+    assert metrics.tier_used_bytes.value("nvme") == 3 * row_bytes
+    assert metrics.tier_capacity_blocks.value("dram") == 8
+    assert metrics.transfer_seconds.count("nvme", "hbm") == 3
+
+
+def test_a_shelf_that_was_away_is_tried_again_and_used_once_it_is_there(tmp_path: Path) -> None:
+    tiers = SteppedTiers(tmp_path, hbm=8, dram=8, nvme=0)
+    form = RowFormat.of(LAYOUT, NAMESPACE)
+    calls: list[float] = []
+    answers: list[Shelf | None] = [None, None]
+
+    def opener() -> Shelf | None:
+        calls.append(now)
+        return answers.pop() if answers else shelf
+
+    io = SteppedIo()
+    shelf = Shelf(Tier.NVME, form, nvme_slab(tmp_path, form, 8), Directory(8), io, ShelfLimits(16), lambda *_: None)
+    tiers.store.retry_later(Tier.NVME, opener)
+    assert tiers.store.capacities() == {"hbm": 8, "dram": 8}
+    for tenth in range(int(10 * 4 * RETRY_S)):
+        now = tenth / 10
+        tiers.store.poll(now)
+    assert calls == [0.0, RETRY_S, 2 * RETRY_S]
+    assert tiers.store.capacities() == {"hbm": 8, "dram": 8, "nvme": 8}
+    tiers.store.release(tiers.compute(HASHES[:3], now))
+    tiers.store.poll(now)
+    io.step(10)
+    tiers.store.poll(now)
+    assert shelf.used_count == 3
+
+
+def test_check_notices_a_hold_that_nobody_has_and_one_that_was_lost(tmp_path: Path) -> None:
+    tiers = SteppedTiers(tmp_path, hbm=4, dram=0, nvme=0)
+    slots = tiers.store.allocate(2)
+    assert slots is not None
+    tiers.store.check(Counter(slots))
+    with pytest.raises(AssertionError):
+        tiers.store.check(Counter())
+    with pytest.raises(AssertionError):
+        tiers.store.check(Counter([*slots, slots[0]]))
+
+
+def test_only_young_transfers_that_hold_hbm_are_worth_waiting_for(tmp_path: Path) -> None:
+    tiers = SteppedTiers(tmp_path, hbm=8, dram=8, nvme=8, policy=NvmePolicy.SELECTIVE)
+    assert not tiers.store.awaits_slots(0.0)
+    tiers.io[Tier.DRAM].hanging = tiers.io[Tier.NVME].hanging = {Operation.WRITE}
+    tiers.store.release(tiers.compute(HASHES[:2]))
+    tiers.store.poll(10.0)
+    assert tiers.store.busy and tiers.store.awaits_slots(10.5) and not tiers.store.awaits_slots(11.5)
+    tiers.io[Tier.DRAM].hanging = set()
+    tiers.step()
+    tiers.store.poll(12.0)
+    fetch = tiers.store.fetch(HASHES[:2], 2, 12.0)  # used again: from its DRAM row to NVMe
+    assert fetch is not None
+    tiers.store.poll(12.0)
+    assert tiers.store.busy and not tiers.store.awaits_slots(12.0)
+
+
+def test_two_tenants_never_share_a_block(tmp_path: Path) -> None:
+    assert not set(chain_hashes(range(64), "a")) & set(chain_hashes(range(64), "b"))
+    tiers = SteppedTiers(tmp_path, hbm=16, dram=16, nvme=0)
+    tiers.store.release(tiers.compute(chain_hashes(range(32), "a")))
+    assert tiers.take(chain_hashes(range(32), "b")) == ([], [])
