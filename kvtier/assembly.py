@@ -74,7 +74,7 @@ def assemble(
     store = Store(
         layout,
         arena,
-        POLICIES[config.eviction](),
+        POLICIES[config.eviction],
         metrics,
         NvmePolicy(config.tiers.nvme.policy),
         config.tiers.fetch_deadline_s,
@@ -102,9 +102,10 @@ def _hbm_slot_count(config: EngineConfig, layout: KVLayout) -> int:
 def _add_shelves(
     store: Store, config: EngineConfig, layout: KVLayout, namespace: bytes, wake: Callable[[], None]
 ) -> None:
+    policy = POLICIES[config.eviction]
     dram_bytes = _resolve(config.tiers.dram.bytes, free_memory_bytes())
     if dram_bytes:
-        store.add_shelf(open_dram_shelf(layout, namespace, dram_bytes, config.io, wake))
+        store.add_shelf(open_dram_shelf(layout, namespace, dram_bytes, config.io, wake, policy=policy))
     nvme = config.tiers.nvme
     if not nvme.bytes:
         return
@@ -113,7 +114,7 @@ def _add_shelves(
 
     def opener(wait_s: float = 0.0) -> Shelf | None:
         try:
-            return open_nvme_shelf(layout, namespace, path, nvme_bytes, config.io, wake, wait_s)
+            return open_nvme_shelf(layout, namespace, path, nvme_bytes, config.io, wake, wait_s, policy=policy)
         except ShelfError as error:
             _log.warning("serving without the NVMe shelf, trying again: %s", error)
             return None

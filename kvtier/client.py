@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -79,7 +79,7 @@ class Client:
 
     def infer(
         self, inputs: dict[str, object], *, priority: int = 0, timeout_s: float | None = None
-    ) -> Iterator[Response]:
+    ) -> Generator[Response, None, None]:
         """Send one request and yield its responses until the last; closing the iterator cancels the request.
 
         Names are those of `kvtier.door.INPUTS`; values are bool, int, float, str or lists of int or str. Raises

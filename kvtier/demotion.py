@@ -123,7 +123,7 @@ class Demoter:
         if done.outcome is ShelfOutcome.DONE:
             slot = self._resident.find(write.block_hash)
             if slot is not None:  # the row is as old as the block, or writing late would make it outlive its parents
-                self._shelves[tier].touch([write.block_hash], self._resident.last_use(slot))
+                self._shelves[tier].stamp([write.block_hash], self._resident.last_use(slot))
             self._metrics.demoted_blocks.add(1, source.value, tier.value)
             self._metrics.demoted_bytes.add(done.moved_bytes, source.value, tier.value)
             self._metrics.transfer_seconds.observe(done.duration_ns / 1e9, source.value, tier.value)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from kvtier.block import BlockHash
-from kvtier.eviction import BlockUse, EvictionPolicy, EvictionQueue, LeastRecentlyUsed
+from kvtier.eviction import EvictionQueue, LeastRecentlyUsed, PolicyMaker
 from kvtier.record import NO_TENANT, Grant, Lease, Record
 
 
@@ -54,7 +54,7 @@ class Directory:
     def __init__(
         self,
         slot_count: int,
-        policy: EvictionPolicy | None = None,
+        policy: PolicyMaker = LeastRecentlyUsed,
         log: ChangeLog | None = None,
         generation_floor: int = 0,
     ) -> None:
@@ -71,10 +71,8 @@ class Directory:
         self._tenant_slots: dict[bytes, int] = {}
         self._records: dict[BlockHash, Record] = {}
         self._at: list[Record | None] = [None] * slot_count
-        self._uses: list[BlockUse | None] = [None] * slot_count
         self._free = list(range(slot_count - 1, -1, -1))
-        self._queue: EvictionQueue[int] = EvictionQueue(policy if policy is not None else LeastRecentlyUsed())
-        self._touched: set[int] = set()
+        self._queue = EvictionQueue(policy, slot_count)
 
     def __len__(self) -> int:
         return len(self._records)
@@ -114,11 +112,8 @@ class Directory:
         A granted slot shows nothing until it is published; the old row's hash is gone at once.
         """
         grants: list[Grant] = []
-        if count > len(self._free):
-            self._apply_touches()
-        while len(grants) < count:
-            if not self._free and not self._evict():
-                break
+        self._evict(count - len(self._free))
+        while self._free and len(grants) < count:
             slot = self._free.pop()
             self._generation += 1
             self._take(slot, self._generation, tenant)
@@ -171,15 +166,11 @@ class Directory:
 
     def touch(self, hashes: Sequence[BlockHash], now: float) -> None:
         """Note a use of each block that is here. Callers touch whole chains, so that parents never look colder."""
-        get, uses = self._records.get, self._uses
-        for block_hash in hashes:
-            record = get(block_hash)
-            if record is not None:
-                use = uses[record.slot]
-                assert use is not None
-                use.last_use = now
-                use.uses += 1
-                self._touched.add(record.slot)
+        self._queue.touch(hashes, now)
+
+    def stamp(self, hashes: Sequence[BlockHash], now: float) -> None:
+        """Note when the blocks of a chain were last used, without counting that as a further use."""
+        self._queue.stamp(hashes, now)
 
     def acquire(self, records: Sequence[Record]) -> list[Lease | None]:
         """One more lease on each row that is still the one its record names, else None."""
@@ -190,7 +181,7 @@ class Directory:
                 leases.append(None)
                 continue
             self._lease_counts[slot] += 1
-            self._queue.discard(slot)
+            self._queue.set_busy([record.block_hash])
             leases.append(Lease(record))
         return leases
 
@@ -204,13 +195,14 @@ class Directory:
                 if self._states[slot] == SlotState.DROPPED:
                     self._release_slot(slot)
                 else:
-                    self._enqueue(slot)
+                    self._queue.set_idle([lease.record.block_hash])
 
     def drop(self, records: Sequence[Record]) -> list[Record]:
         """Hide rows at once, freeing each slot when its last lease ends; returns those that were still there."""
         dropped: list[Record] = []
         for record in records:
             if self._is(record.slot, record.generation, SlotState.READY):
+                self._queue.remove(record.block_hash)
                 self._hide(record.slot)
                 if self._lease_counts[record.slot] == 0:
                     self._release_slot(record.slot)
@@ -221,8 +213,7 @@ class Directory:
 
     def coldest(self, count: int) -> list[Record]:
         """The `count` rows that would be evicted next, in that order, left in place."""
-        self._apply_touches()
-        return [record for slot in self._queue.coldest(count) if (record := self._at[slot]) is not None]
+        return [self._records[block_hash] for block_hash in self._queue.coldest(count)]
 
     def records(self) -> list[Record]:
         """All READY rows."""
@@ -236,27 +227,23 @@ class Directory:
         for slot in range(self.slot_count):
             state, leases, record = self._states[slot], self._lease_counts[slot], self._at[slot]
             assert (slot in free) == (state == SlotState.FREE), (slot, state)
-            assert (record is not None) == (state == SlotState.READY) == (self._uses[slot] is not None), (slot, state)
+            assert (record is not None) == (state == SlotState.READY), (slot, state)
             assert leases == 0 or state in (SlotState.READY, SlotState.DROPPED), (slot, state, leases)
             assert leases > 0 or state != SlotState.DROPPED, slot
-            assert (slot in self._queue) == (state == SlotState.READY and leases == 0), (slot, state, leases)
             assert self._generations[slot] <= self._generation, slot
             if record is not None:
                 assert record.slot == slot and record.generation == self._generations[slot], (slot, record)
                 assert self._records.get(record.block_hash) is record, record
                 assert record.tenant == self._tenants[slot], record
+                assert (record.block_hash in self._queue) == (leases == 0), (slot, leases)
             if state != SlotState.FREE:
                 tenants[self._tenants[slot]] = tenants.get(self._tenants[slot], 0) + 1
         assert len(self._records) == sum(record is not None for record in self._at)
         assert tenants == self._tenant_slots, (tenants, self._tenant_slots)
+        self._queue.check()
 
     def _is(self, slot: int, generation: int, state: SlotState) -> bool:
         return 0 <= slot < self.slot_count and self._generations[slot] == generation and self._states[slot] == state
-
-    def _enqueue(self, slot: int) -> None:
-        use = self._uses[slot]
-        assert use is not None, slot
-        self._queue.add(slot, use)
 
     def _take(self, slot: int, generation: int, tenant: bytes) -> None:
         self._states[slot] = SlotState.WRITING
@@ -267,21 +254,17 @@ class Directory:
     def _make_ready(self, record: Record, now: float) -> None:
         slot = record.slot
         assert record.tenant == self._tenants[slot], record
-        use = BlockUse(record.depth, now, 0, record.priority)
         self._states[slot] = SlotState.READY
         self._records[record.block_hash] = record
         self._at[slot] = record
-        self._uses[slot] = use
-        self._queue.add(slot, use)
+        self._queue.insert(record.block_hash, record.depth, now, record.priority)
+        self._queue.set_idle([record.block_hash])
 
     def _hide(self, slot: int) -> None:
         record = self._at[slot]
         assert record is not None, slot
         del self._records[record.block_hash]
         self._at[slot] = None
-        self._uses[slot] = None
-        self._queue.discard(slot)
-        self._touched.discard(slot)
         self._states[slot] = SlotState.DROPPED
 
     def _release_slot(self, slot: int) -> None:
@@ -292,17 +275,9 @@ class Directory:
         if self._tenant_slots[tenant] == 0:
             del self._tenant_slots[tenant]
 
-    def _evict(self) -> bool:
-        slot = self._queue.pop()
-        if slot is None:
-            return False
-        self._hide(slot)
-        self._release_slot(slot)
-        self.evictions += 1
-        return True
-
-    def _apply_touches(self) -> None:
-        for slot in self._touched:
-            if slot in self._queue:
-                self._enqueue(slot)
-        self._touched.clear()
+    def _evict(self, count: int) -> None:
+        for block_hash in self._queue.pop(count):
+            slot = self._records[block_hash].slot
+            self._hide(slot)
+            self._release_slot(slot)
+            self.evictions += 1

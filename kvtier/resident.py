@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvtier.block import BlockHash
-from kvtier.eviction import EvictionPolicy
+from kvtier.eviction import PolicyMaker
 from kvtier.pool import SlotPool
 from kvtier.prefix import PrefixIndex
 
@@ -17,9 +17,9 @@ from kvtier.prefix import PrefixIndex
 class ResidentBlocks:
     """Allocation, holds, sealing and eviction of HBM slots."""
 
-    def __init__(self, slot_count: int, policy: EvictionPolicy) -> None:
+    def __init__(self, slot_count: int, policy: PolicyMaker) -> None:
         self._pool = SlotPool(slot_count)
-        self._prefix = PrefixIndex(policy)
+        self._prefix = PrefixIndex(policy, slot_count)
         self.evicted_count = 0
 
     @property
@@ -46,11 +46,9 @@ class ResidentBlocks:
         """`count` slots with one hold each, evicting idle blocks as needed; None if there are not as many."""
         if count > self.available_count:
             return None
-        while self._pool.free_count < count:
-            slot = self._prefix.evict()
-            assert slot is not None
-            self._pool.free([slot])
-            self.evicted_count += 1
+        evicted = self._prefix.evict(count - self._pool.free_count)
+        self._pool.free(evicted)
+        self.evicted_count += len(evicted)
         return self._pool.allocate(count)
 
     def find(self, block_hash: BlockHash) -> int | None:
@@ -77,6 +75,10 @@ class ResidentBlocks:
     def touch(self, slots: Sequence[int], now: float) -> None:
         """Note a use of sealed blocks."""
         self._prefix.touch(slots, now)
+
+    def stamp(self, slots: Sequence[int], now: float) -> None:
+        """Note when sealed blocks were last used; no further use of them."""
+        self._prefix.stamp(slots, now)
 
     def release(self, slots: Sequence[int]) -> None:
         """One hold less on each; the last one makes a sealed block idle and frees an unsealed slot."""

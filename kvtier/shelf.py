@@ -97,6 +97,10 @@ class Shelf:
         """Note a use. Give whole chains from their first block on, so that no parent looks colder than its child."""
         self._directory.touch(hashes, now)
 
+    def stamp(self, hashes: Sequence[BlockHash], now: float) -> None:
+        """Note when the blocks of a chain were last used; no further use of them."""
+        self._directory.stamp(hashes, now)
+
     def write(self, items: Sequence[WriteItem], now: float) -> list[int | None]:
         """Start writing rows; a ticket each, None if it is here or being written, there is no room, or trouble."""
         self._now = now

@@ -16,7 +16,7 @@ from kvtier.cache_directory import CacheDirectory
 from kvtier.config import IoConfig
 from kvtier.directory import Directory
 from kvtier.errors import ConfigError, ShelfError
-from kvtier.eviction import EvictionPolicy
+from kvtier.eviction import LeastRecentlyUsed, PolicyMaker
 from kvtier.io.base import KernelCalls, SystemCalls
 from kvtier.io.threads import ThreadsEngine
 from kvtier.journal import Journal
@@ -40,7 +40,7 @@ def open_dram_shelf(
     io: IoConfig,
     wake: Callable[[], None],
     *,
-    policy: EvictionPolicy | None = None,
+    policy: PolicyMaker = LeastRecentlyUsed,
     limits: ShelfLimits | None = None,
     calls: SystemCalls | None = None,
 ) -> Shelf:
@@ -74,7 +74,7 @@ def open_nvme_shelf(
     wake: Callable[[], None],
     wait_s: float = 0.0,
     *,
-    policy: EvictionPolicy | None = None,
+    policy: PolicyMaker = LeastRecentlyUsed,
     limits: ShelfLimits | None = None,
     calls: SystemCalls | None = None,
     journal_calls: SystemCalls | None = None,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kvtier.block import BlockHash, KVLayout, Tier
 from kvtier.demotion import Demoter, NvmePolicy
-from kvtier.eviction import EvictionPolicy
+from kvtier.eviction import PolicyMaker
 from kvtier.metrics import Metrics
 from kvtier.promotion import Fetch, Promoter
 from kvtier.resident import ResidentBlocks
@@ -35,7 +35,7 @@ class Store:
         self,
         layout: KVLayout,
         arena: HbmArena,
-        eviction: EvictionPolicy,
+        eviction: PolicyMaker,
         metrics: Metrics,
         policy: NvmePolicy = NvmePolicy.THROUGH,
         fetch_deadline_s: float = 5.0,
@@ -105,9 +105,9 @@ class Store:
     def touch(self, hashes: Sequence[BlockHash], now: float) -> None:
         """A sequence lets go of this chain: all of it was last used now, so its last blocks are evicted first."""
         slots = [slot for block_hash in hashes if (slot := self._resident.find(block_hash)) is not None]
-        self._resident.touch(slots, now)
+        self._resident.stamp(slots, now)
         for shelf in self._shelves.values():
-            shelf.touch(hashes, now)
+            shelf.stamp(hashes, now)
 
     def fetch(self, hashes: Sequence[BlockHash], block_total: int, now: float) -> Fetch | None:
         """Claim the longest known prefix of `hashes`, reading what is cold; see `Promoter.fetch`."""

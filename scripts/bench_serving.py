@@ -26,18 +26,10 @@ sys.path.insert(0, str(ROOT))
 
 from bench import engine_run, machine, server_run  # noqa: E402
 from bench.report import plot, print_report, to_json  # noqa: E402
-from bench.results import (  # noqa: E402
-    TIERED,
-    TRANSFORMERS,
-    UNTIERED,
-    Decode,
-    Machine,
-    Results,
-    Ttft,
-    decode_limit,
-)
+from bench.results import TIERED, TRANSFORMERS, UNTIERED, Decode, Machine, Results, Ttft, decode_limit  # noqa: E402
 from bench.transformers_run import StaticDecode, load_model  # noqa: E402
 from bench.workload import Settings, Workload  # noqa: E402
+
 from kvtier import Engine, KvtierError  # noqa: E402
 
 READERS = 4

@@ -80,7 +80,7 @@ class SteppedIo:
     def in_flight(self) -> int:
         return len(self._waiting) + len(self._done)
 
-    def close(self, deadline_s: float) -> int:
+    def close(self, _: float) -> int:
         self.step(self.in_flight)
         left, self._waiting = len(self._waiting), []
         return left
@@ -141,7 +141,7 @@ class SteppedTiers:
     ) -> None:
         self.arena = HbmArena(LAYOUT, hbm)
         self.metrics = Metrics()
-        self.store = Store(LAYOUT, self.arena, LeastRecentlyUsed(), self.metrics, policy, fetch_deadline_s)
+        self.store = Store(LAYOUT, self.arena, LeastRecentlyUsed, self.metrics, policy, fetch_deadline_s)
         self.io: dict[Tier, SteppedIo] = {}
         self.slabs: dict[Tier, Slab] = {}
         self.shelves: dict[Tier, Shelf] = {}
@@ -152,12 +152,12 @@ class SteppedTiers:
                 io = self.io[tier] = SteppedIo(calls, queue_max, seed)
                 self.slabs[tier] = slab
                 limits = ShelfLimits(queue_max, late_s=late_s)
-                shelf = Shelf(tier, form, slab, Directory(slots), io, limits, lambda _, stuck: None)
+                shelf = Shelf(tier, form, slab, Directory(slots), io, limits, lambda *_: None)
                 self.shelves[tier] = shelf
                 self.store.add_shelf(shelf)
 
     def compute(self, hashes: Sequence[BlockHash], now: float = 0.0, first: int = 0) -> list[int]:
-        """Blocks as a sequence makes them: allocated, written, sealed; returns their slots, held. `first`: its depth."""
+        """Blocks as a sequence makes them, the first at depth `first`: allocated, written, sealed. Slots, held."""
         slots = self.store.allocate(len(hashes))
         assert slots is not None, "HBM is full"
         for slot, block_hash in zip(slots, hashes, strict=True):

@@ -35,9 +35,15 @@ class NativeAttention:
         assert k.stride(2) == v.stride(2) == 1 and k.dtype == v.dtype
         self.kernels.append(
             _rows(layout, layer, k.dtype),
-            *(k.data_ptr(), v.data_ptr()),
-            *(*k.stride()[:2], *v.stride()[:2]),
-            *(batch.append_rows.data_ptr(), batch.append_offsets.data_ptr(), len(k)),
+            k=k.data_ptr(),
+            v=v.data_ptr(),
+            k_token_stride=k.stride(0),
+            k_head_stride=k.stride(1),
+            v_token_stride=v.stride(0),
+            v_head_stride=v.stride(1),
+            append_rows=batch.append_rows.data_ptr(),
+            append_offsets=batch.append_offsets.data_ptr(),
+            tokens=len(k),
         )
 
     def attend(
@@ -56,21 +62,34 @@ class NativeAttention:
         lse = torch.empty(tokens, heads)
         self.kernels.attend(
             _rows(layout, layer),
-            *(TYPES[q.dtype], q.data_ptr(), *q.stride()[:2]),
-            *(out.data_ptr(), lse.data_ptr()),
-            *(batch.tables.data_ptr(), batch.tables.stride(0)),
-            *(batch.query_starts.data_ptr(), batch.lengths.data_ptr(), len(batch.lengths)),
-            *(heads, scale, window or 0),
+            q_type=TYPES[q.dtype],
+            q=q.data_ptr(),
+            q_token_stride=q.stride(0),
+            q_head_stride=q.stride(1),
+            out=out.data_ptr(),
+            lse=lse.data_ptr(),
+            tables=batch.tables.data_ptr(),
+            table_stride=batch.tables.stride(0),
+            query_starts=batch.query_starts.data_ptr(),
+            lengths=batch.lengths.data_ptr(),
+            sequences=len(batch.lengths),
+            heads=heads,
+            scale=scale,
+            window=window or 0,
         )
         return out, lse
 
 
 def _rows(layout: KVLayout, layer: int, dtype: torch.dtype | None = None) -> _native.Rows:
     """What the kernels need to know of a layer's slice; asserts that `dtype` is the layout's."""
-    kind = getattr(_native.Type, layout.dtype)
+    kind: _native.Type = getattr(_native.Type, layout.dtype)
     assert dtype is None or TYPES[dtype] == kind
     return _native.Rows(
         kind,
-        *(layout.kv_heads, layout.head_dim, layout.block_tokens),
-        *(layer * layout.slice_bytes, layout.value_offset, layout.head_bytes),
+        layout.kv_heads,
+        layout.head_dim,
+        layout.block_tokens,
+        layer_bytes=layer * layout.slice_bytes,
+        value_bytes=layout.value_offset,
+        head_bytes=layout.head_bytes,
     )

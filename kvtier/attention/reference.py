@@ -102,7 +102,10 @@ def _attend_tile(
         else:  # what a query does not see may be inf or NaN, and 0 times that is not 0: each query gets its own V
             span_acc = weights @ v[:, None].masked_fill(~visible[:, :, None], 0.0)
         new_top = torch.maximum(top, span_top)
-        old_scale, span_scale = torch.exp(top - new_top.clamp_min(LOWEST)), torch.exp(span_top - new_top.clamp_min(LOWEST))
+        old_scale, span_scale = (
+            torch.exp(top - new_top.clamp_min(LOWEST)),
+            torch.exp(span_top - new_top.clamp_min(LOWEST)),
+        )
         total = total * old_scale + weights.sum(-1) * span_scale
         acc = acc * old_scale[..., None] + span_acc * span_scale[..., None]
         top = new_top

@@ -239,6 +239,7 @@ def tell_how_to_use(settings: Settings, process_id: int, console: Console) -> No
         f"try   .venv/bin/kvtier smoke localhost:{ports.grpc}",
         f"or    curl -N localhost:{ports.http}/v2/models/{MODEL}/generate_stream -d '{CURL_BODY}'",
         f"stop  kill {process_id}        (its log: {folder_of(settings) / LOG})",
+        "Its tiers are as small as the demonstration wants them; scripts/serve starts one with those of engine.yaml.",
     ]
     console.print("\n".join(lines), markup=False, soft_wrap=True)
 

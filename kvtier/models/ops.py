@@ -50,7 +50,7 @@ class Ops(Protocol):
         """
 
     def rope(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        """Rotates q `[token, head, dim]` and k `[token, kv_head, dim]` IN PLACE (Hugging Face's rotate_half convention).
+        """Rotates q `[token, head, dim]` and k `[token, kv_head, dim]` IN PLACE, as Hugging Face's rotate_half does.
 
         cos and sin are fp32 `[token, dim / 2]`: HALF the width of Hugging Face's tables, whose two halves are equal.
         q and k may be views into one fused projection.
@@ -95,7 +95,7 @@ class TorchOps:
         gate, up = gate_up.chunk(2, dim=-1)
         inter = gate.shape[1]
         silu = F.pad(gate.float(), (0, -inter % VECTOR_ELEMENTS))
-        for stretch in silu.view(-1).split(SERIAL_ELEMENTS):
+        for stretch in torch.split(silu.view(-1), SERIAL_ELEMENTS):
             F.silu(stretch, inplace=True)
         return (silu[:, :inter] * up.float()).to(gate_up.dtype)
 
@@ -103,7 +103,7 @@ class TorchOps:
         if x.dtype == torch.float32:
             tokens = x.shape[0]
             padded = F.pad(x, (0, 0, 0, -tokens % LINEAR_ROWS))
-            out = torch.cat([F.linear(tile, weight) for tile in padded.split(LINEAR_ROWS)])[:tokens]
+            out = torch.cat([F.linear(tile, weight) for tile in torch.split(padded, LINEAR_ROWS)])[:tokens]
         else:
             out = F.linear(x, weight)
         return out if bias is None else out.add_(bias)
@@ -152,8 +152,10 @@ class NativeOps:
         assert cos.is_contiguous() and sin.is_contiguous() and cos.dtype == sin.dtype == torch.float32
         for x in (q, k):
             assert x.stride(2) == 1 and cos.shape == sin.shape == (x.shape[0], x.shape[2] // 2)
+            tokens, heads, dim = x.shape
+            kind, strides = self._types[x.dtype], x.stride()
             self.kernels.rope(
-                *(self._types[x.dtype], x.data_ptr(), *x.shape, *x.stride()[:2]), *(cos.data_ptr(), sin.data_ptr())
+                *(kind, x.data_ptr(), tokens, heads, dim, strides[0], strides[1]), *(cos.data_ptr(), sin.data_ptr())
             )
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
@@ -185,5 +187,6 @@ class NativeOps:
         """The product alone, at the cost of reading `weight` once."""
         assert weight.dtype == x.dtype and weight.is_contiguous() and x.stride(1) == 1
         out = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype)
-        self.kernels.linear_few(x.data_ptr(), x.stride(0), weight.data_ptr(), out.data_ptr(), *x.shape, weight.shape[0])
+        (rows, in_dim), out_dim = x.shape, weight.shape[0]
+        self.kernels.linear_few(x.data_ptr(), x.stride(0), weight.data_ptr(), out.data_ptr(), rows, in_dim, out_dim)
         return out

@@ -13,6 +13,7 @@ namespace {
 constexpr int TILE_ROWS = 16;    // of weights: 16 columns of the result
 constexpr int TILE_DEPTH = 32;   // of the inner dimension
 constexpr int TASK_TILES = 4;    // tiles of weights side by side, each with its own sums in registers
+constexpr int GROUP_ROWS = 16;   // of x; the weights of a task are still in the L2 cache for the next group
 constexpr long SYS_REQUEST_PERMISSION = 0x1023, XTILEDATA = 18;
 
 // What the unit is told before its use: registers 0 to 3 are sums [16, rows], 4 and 5 weights [16, 32], 6 x [32, rows].
@@ -29,20 +30,31 @@ struct alignas(64) TileConfig {
     }
 };
 
-// packed [in_dim / 2, rows, 2] = x, so that pairs of the inner dimension lie together as the unit wants its right side.
-void pack(const FewRowsArguments& arguments) {
-    const long pairs = arguments.in_dim / 2;
-    auto* packed = reinterpret_cast<std::uint32_t*>(arguments.packed);
-    for (long row = 0; row < arguments.rows; ++row) {
-        const char* x = reinterpret_cast<const char*>(arguments.x + row * arguments.x_stride);
-        for (long pair = 0; pair < pairs; ++pair) __builtin_memcpy(packed + pair * arguments.rows + row, x + 4 * pair, 4);
+// Up to GROUP_ROWS rows of x and where they lie in `packed`.
+struct Group {
+    long first, rows;
+    bf16* packed;  // [in_dim / 2, rows, 2]: pairs of the inner dimension lie together, as the unit wants its right side
+};
+
+Group group_at(const FewRowsArguments& arguments, long first) {
+    const long rows = arguments.rows - first < GROUP_ROWS ? arguments.rows - first : GROUP_ROWS;
+    return {first, rows, arguments.packed + first * arguments.in_dim};
+}
+
+void pack(const FewRowsArguments& arguments, const Group& group) {
+    auto* packed = reinterpret_cast<std::uint32_t*>(group.packed);
+    for (long row = 0; row < group.rows; ++row) {
+        const char* x = reinterpret_cast<const char*>(arguments.x + (group.first + row) * arguments.x_stride);
+        for (long pair = 0; pair < arguments.in_dim / 2; ++pair) {
+            __builtin_memcpy(packed + pair * group.rows + row, x + 4 * pair, 4);
+        }
     }
 }
 
-// 16 * TILES columns of the result from `column` on.
+// 16 * TILES columns of the result from `column` on, for the rows of a group.
 template <int TILES>
-void multiply_tiles(const FewRowsArguments& arguments, long column) {
-    const long x_bytes = 4 * arguments.rows, weight_bytes = 2 * arguments.in_dim;
+void multiply_tiles(const FewRowsArguments& arguments, const Group& group, long column) {
+    const long x_bytes = 4 * group.rows, weight_bytes = 2 * arguments.in_dim;
     const bf16* weight = arguments.weight + column * arguments.in_dim;
     const long tile = TILE_ROWS * arguments.in_dim;
     _tile_zero(0);
@@ -50,7 +62,7 @@ void multiply_tiles(const FewRowsArguments& arguments, long column) {
     if constexpr (TILES > 2) _tile_zero(2);
     if constexpr (TILES > 3) _tile_zero(3);
     for (long k = 0; k < arguments.in_dim; k += TILE_DEPTH) {
-        _tile_loadd(6, arguments.packed + k * arguments.rows, x_bytes);
+        _tile_loadd(6, group.packed + k * group.rows, x_bytes);
         _tile_loadd(4, weight + k, weight_bytes);
         _tile_dpbf16ps(0, 4, 6);
         if constexpr (TILES > 1) {
@@ -66,18 +78,19 @@ void multiply_tiles(const FewRowsArguments& arguments, long column) {
             _tile_dpbf16ps(3, 5, 6);
         }
     }
-    alignas(64) float sums[TILES][TILE_ROWS * FEW_ROWS];  // each [16 columns, rows]
+    alignas(64) float sums[TILES][TILE_ROWS * GROUP_ROWS];  // each [16 columns, rows]
     _tile_stored(0, sums[0], x_bytes);
     if constexpr (TILES > 1) _tile_stored(1, sums[1], x_bytes);
     if constexpr (TILES > 2) _tile_stored(2, sums[2], x_bytes);
     if constexpr (TILES > 3) _tile_stored(3, sums[3], x_bytes);
     for (int i = 0; i < TILES; ++i) {
         const float* from[TILE_ROWS];
-        alignas(64) float turned[FEW_ROWS * TILE_ROWS];
-        for (int j = 0; j < TILE_ROWS; ++j) from[j] = sums[i] + j * arguments.rows;
-        Simd::transpose(from, int(arguments.rows), turned, TILE_ROWS);
-        for (long row = 0; row < arguments.rows; ++row) {
-            Simd::store(arguments.out + row * arguments.out_dim + column + i * TILE_ROWS, Simd::load(turned + row * TILE_ROWS));
+        alignas(64) float turned[GROUP_ROWS * TILE_ROWS];
+        for (int j = 0; j < TILE_ROWS; ++j) from[j] = sums[i] + j * group.rows;
+        Simd::transpose(from, int(group.rows), turned, TILE_ROWS);
+        bf16* out = arguments.out + group.first * arguments.out_dim + column + i * TILE_ROWS;
+        for (long row = 0; row < group.rows; ++row) {
+            Simd::store(out + row * arguments.out_dim, Simd::load(turned + row * TILE_ROWS));
         }
     }
 }
@@ -92,17 +105,20 @@ bool few_rows_supported() {
 }
 
 void few_rows(Pool& pool, const FewRowsArguments& arguments) {
-    pack(arguments);
+    for (long row = 0; row < arguments.rows; row += GROUP_ROWS) pack(arguments, group_at(arguments, row));
     const long tiles = arguments.out_dim / TILE_ROWS;
     const auto task = [&](int index, float*) {
-        const TileConfig config(int(arguments.rows));
-        _tile_loadconfig(&config);
-        const long first = long(index) * TASK_TILES;
-        switch (tiles - first) {
-            case 1: multiply_tiles<1>(arguments, first * TILE_ROWS); break;
-            case 2: multiply_tiles<2>(arguments, first * TILE_ROWS); break;
-            case 3: multiply_tiles<3>(arguments, first * TILE_ROWS); break;
-            default: multiply_tiles<4>(arguments, first * TILE_ROWS);
+        const long first = long(index) * TASK_TILES, column = first * TILE_ROWS;
+        for (long row = 0; row < arguments.rows; row += GROUP_ROWS) {
+            const Group group = group_at(arguments, row);
+            const TileConfig config(int(group.rows));
+            _tile_loadconfig(&config);
+            switch (tiles - first) {
+                case 1: multiply_tiles<1>(arguments, group, column); break;
+                case 2: multiply_tiles<2>(arguments, group, column); break;
+                case 3: multiply_tiles<3>(arguments, group, column); break;
+                default: multiply_tiles<4>(arguments, group, column);
+            }
         }
         _tile_release();
     };

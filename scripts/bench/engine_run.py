@@ -65,7 +65,7 @@ class EngineDecode:
             advance(len(prefix))
 
     def run(self, last_tokens: list[int], token_count: int) -> tuple[float, list[list[int]]]:
-        """Decode after the given last prompt tokens: tokens a second, and the tokens. Writes are waited for after it."""
+        """Decode after the given last prompt tokens: tokens a second, and the tokens. Waits for the writes after it."""
         params = _greedy(token_count)
         collectors = [_Collector() for _ in last_tokens]
         for prefix, token, collector in zip(self._prefixes, last_tokens, collectors, strict=True):

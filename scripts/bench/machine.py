@@ -48,7 +48,7 @@ def matmul_flops_s(dtype: torch.dtype) -> float:
 
 
 def disk_read_bytes_s(folder: Path, row_bytes: int, row_count: int, readers: int) -> float:
-    """Bytes a second of direct reads of whole rows, in order, from a file made in `folder`; 0 if it has no direct I/O."""
+    """Bytes a second of direct reads of rows, in order, from a file made in `folder`; 0 if it has no direct I/O."""
     with tempfile.NamedTemporaryFile(dir=folder) as file:
         block = os.urandom(row_bytes)
         for _ in range(row_count):

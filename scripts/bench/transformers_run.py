@@ -5,6 +5,7 @@ Knows no kvtier. A `StaticDecode` keeps one prefilled cache and decodes from its
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,8 +19,7 @@ PREFILL_TOKENS = 1024
 
 def load_model(folder: Path, dtype: str) -> Any:
     """The checkpoint as `transformers` runs it."""
-    import transformers
-
+    transformers: Any = importlib.import_module("transformers")
     transformers.logging.disable_progress_bar()
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
 
@@ -35,8 +35,8 @@ class StaticDecode:
         self._model = model
         known = torch.tensor(prompts)[:, :-1]
         self._cache = StaticCache(config=model.config, max_cache_len=known.shape[1] + 1 + output_max)
-        for part in known.split(max(1, PREFILL_TOKENS // len(prompts)), dim=1):
-            model(part, past_key_values=self._cache, logits_to_keep=1)
+        for part in torch.split(known, max(1, PREFILL_TOKENS // len(prompts)), dim=1):
+            model(part, cache=self._cache, logits_to_keep=1)
             advance(part.numel())
 
     @torch.inference_mode()
@@ -49,7 +49,7 @@ class StaticDecode:
         found: list[torch.Tensor] = []
         started = 0.0
         for _ in range(token_count):
-            logits = self._model(token, past_key_values=self._cache, logits_to_keep=1).logits
+            logits = self._model(token, cache=self._cache, logits_to_keep=1).logits
             token = logits[:, -1].argmax(-1, keepdim=True)
             found.append(token)
             if len(found) == 1:

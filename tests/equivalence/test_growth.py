@@ -42,7 +42,9 @@ def serve(engine: Engine, chance: random.Random, count: int) -> None:
     """Short requests of every kind: hits and misses, sampled and greedy, cancelled ones, with and without text."""
     shared = [[chance.randrange(3, 250) for _ in range(3 * BLOCK)] for _ in range(4)]
     for _ in range(count // AT_ONCE):
-        prompts = [chance.choice(shared)[: chance.randrange(1, 48)] + [chance.randrange(3, 250)] for _ in range(AT_ONCE)]
+        prompts = [
+            [*chance.choice(shared)[: chance.randrange(1, 48)], chance.randrange(3, 250)] for _ in range(AT_ONCE)
+        ]
         prompts[0] = [chance.randrange(3, 250) for _ in range(2 * BLOCK + 3)]
         seed = chance.randrange(1000)
         params = SamplingParams(max_tokens=4, temperature=0.9, seed=seed, repetition_penalty=1.1, stop=("zzz",))

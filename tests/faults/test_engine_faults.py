@@ -10,7 +10,7 @@ import errno
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from workloads import Collector, Round, check_each_step, make_workload
 from kvtier import Engine, EngineConfig, SamplingParams
 from kvtier.block import KVLayout, Tier
 from kvtier.io.faulty import Call, Effect, Fault, FaultyCalls
+from kvtier.shelf import Shelf
 from kvtier.shelves import open_dram_shelf, open_nvme_shelf
 
 BLOCK = 16
@@ -76,7 +77,7 @@ def config(
 def inject(monkeypatch: pytest.MonkeyPatch, tiers: Sequence[Tier], faults: Sequence[Fault]) -> FaultyCalls:
     """The next engines' shelves of `tiers` make their system calls through one script of faults."""
     calls = FaultyCalls(faults)
-    openers = {
+    openers: dict[Tier, tuple[str, Callable[..., Shelf]]] = {
         Tier.DRAM: ("kvtier.assembly.open_dram_shelf", open_dram_shelf),
         Tier.NVME: ("kvtier.assembly.open_nvme_shelf", open_nvme_shelf),
     }
@@ -340,6 +341,5 @@ def test_a_cache_directory_full_of_rubbish_is_served_around(
 
 
 @pytest.fixture(autouse=True)
-def _quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+def _all_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    yield

@@ -1,4 +1,4 @@
-"""Random loads on the scheduler over a real store with tiny tiers, with a fake model that knows every byte it must find.
+"""Random loads on the scheduler over a real store with tiny tiers and a fake model that knows every byte to find.
 
 The model's K, V and next tokens are digests of all tokens so far, checked by address in every pass: a wrong slot, a
 stale block or a wrong order fails at once. No torch, no threads, no clock: thousands of steps a second, seeded.

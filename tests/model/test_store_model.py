@@ -59,7 +59,16 @@ class Oracle:
 
     def step(self) -> None:
         """One random operation, then every check."""
-        operations = [self.fetch, self.settle, self.extend, self.release, self.abandon, self.poll, self.wait, self.drain]
+        operations = [
+            self.fetch,
+            self.settle,
+            self.extend,
+            self.release,
+            self.abandon,
+            self.poll,
+            self.wait,
+            self.drain,
+        ]
         self.chance.choices(operations, weights=[5, 6, 8, 4, 1, 8, 2, 1])[0]()
         self.check()
 
@@ -205,7 +214,7 @@ def test_every_hit_holds_its_bytes_whatever_happens_below(policy: NvmePolicy, se
 def test_the_same_holds_with_real_threads_and_a_journal(seed: int, tmp_path: Path) -> None:
     print("seed", seed)
     arena, metrics = HbmArena(LAYOUT, HBM), Metrics()
-    store = Store(LAYOUT, arena, LeastRecentlyUsed(), metrics, NvmePolicy.THROUGH, fetch_deadline_s=2.0)
+    store = Store(LAYOUT, arena, LeastRecentlyUsed, metrics, NvmePolicy.THROUGH, fetch_deadline_s=2.0)
     io = IoConfig(readers=2, writers=2, in_flight_max=8)
     calls = FaultyCalls(seeded_faults(seed, count=40, nth_max=800))
     slot_bytes = LAYOUT.row_bytes + 4096

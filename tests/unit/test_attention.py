@@ -11,6 +11,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ except ImportError:
     ISAS = []
 
 MakeBackend = Callable[[int], AttentionBackend]
-BACKENDS: dict[str, MakeBackend] = {"reference": lambda threads: ReferenceAttention()}
+BACKENDS: dict[str, MakeBackend] = {"reference": lambda _: ReferenceAttention()}
 for name in ISAS:
     BACKENDS[name] = lambda threads, isa=name: NativeAttention(threads, isa)  # type: ignore[misc]
 
@@ -46,7 +47,7 @@ def _one_torch_thread() -> Iterator[None]:
 
 @pytest.fixture(params=[pytest.param(make, id=name) for name, make in BACKENDS.items()])
 def make(request: pytest.FixtureRequest) -> MakeBackend:
-    return request.param
+    return cast(MakeBackend, request.param)
 
 
 @dataclass
@@ -116,12 +117,12 @@ def run_pass(
     """Appends and attends in one pass; out and lse of each piece. q, k, v arrive as views into one fused tensor."""
     layout, layer, heads = pieces[0][0].layout, pieces[0][0].layer, pieces[0][0].heads
     fused = torch.cat([torch.cat((c.q[b:e], c.k[b:e], c.v[b:e]), dim=1) for c, b, e in pieces])
-    q, k, v = fused.split((heads, layout.kv_heads, layout.kv_heads), dim=1)
+    q, k, v = torch.split(fused, [heads, layout.kv_heads, layout.kv_heads], dim=1)
     batch = batch_of(pieces)
     backend.append(k, v, batch, layout, layer)
     out, lse = backend.attend(q, batch, layout, layer, scale_of(layout), window)
     counts = [end - begin for _, begin, end in pieces]
-    return list(zip(out.split(counts), lse.split(counts), strict=True))
+    return list(zip(torch.split(out, counts), torch.split(lse, counts), strict=True))
 
 
 def check_close(chat: Chat, out: torch.Tensor, lse: torch.Tensor, window: int | None, begin: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""Demotion: each NVMe policy writes when it should and not before, drains end, and a source is held while it is read."""
+"""Demotion: each NVMe policy writes when it should, not before; drains end; sources are held while they are read."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_back_writes_to_nvme_when_dram_is_nearly_full_the_coldest_first(tmp_path
 
 def test_rows_that_dram_gives_up_under_back_come_back_from_nvme(tmp_path: Path) -> None:
     tiers = SteppedTiers(tmp_path, hbm=4, dram=10, nvme=32, policy=NvmePolicy.BACK)
-    for first in range(0, 20):
+    for first in range(20):
         tiers.store.release(tiers.compute(HASHES[first : first + 1], now=float(first), first=first))
         tiers.settle(float(first))
     found = [tier for tier in (Tier.DRAM, Tier.NVME) for h in HASHES[:1] if tiers.shelves[tier].holds(h)]

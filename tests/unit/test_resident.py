@@ -10,7 +10,7 @@ from kvtier.resident import ResidentBlocks
 
 
 def resident(slot_count: int) -> ResidentBlocks:
-    return ResidentBlocks(slot_count, LeastRecentlyUsed())
+    return ResidentBlocks(slot_count, LeastRecentlyUsed)
 
 
 def one(blocks: ResidentBlocks) -> int:

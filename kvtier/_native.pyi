@@ -1,0 +1,110 @@
+"""The C++ extension (kvtier/native): kernels over raw addresses, each call without the GIL.
+
+Callers own every tensor behind an address and vouch for its shape. Strides are in elements, `*_bytes` in bytes.
+"""
+
+import enum
+
+def supported_isas() -> list[str]: ...
+
+class Type(enum.Enum):
+    float32 = 0
+    bfloat16 = 1
+    float16 = 2
+
+class Rows:
+    def __init__(
+        self,
+        type: Type,
+        kv_heads: int,
+        dim: int,
+        block_tokens: int,
+        layer_bytes: int,
+        value_bytes: int,
+        head_bytes: int,
+    ) -> None: ...
+
+class Kernels:
+    def __init__(self, threads: int, isa: str = "auto") -> None: ...
+    @property
+    def isa(self) -> str: ...
+    @property
+    def threads(self) -> int: ...
+    @property
+    def few_rows_max(self) -> int: ...
+    def append(
+        self,
+        rows: Rows,
+        k: int,
+        v: int,
+        k_token_stride: int,
+        k_head_stride: int,
+        v_token_stride: int,
+        v_head_stride: int,
+        append_rows: int,
+        append_offsets: int,
+        tokens: int,
+    ) -> None: ...
+    def attend(
+        self,
+        rows: Rows,
+        q_type: Type,
+        q: int,
+        q_token_stride: int,
+        q_head_stride: int,
+        out: int,
+        lse: int,
+        tables: int,
+        table_stride: int,
+        query_starts: int,
+        lengths: int,
+        sequences: int,
+        heads: int,
+        scale: float,
+        window: int,
+    ) -> None: ...
+    def rmsnorm(
+        self,
+        x_type: Type,
+        x: int,
+        outer: int,
+        inner: int,
+        outer_stride: int,
+        inner_stride: int,
+        out_type: Type,
+        weight: int,
+        out: int,
+        dim: int,
+        eps: float,
+    ) -> None: ...
+    def add_rmsnorm(
+        self,
+        residual_type: Type,
+        residual: int,
+        update_type: Type,
+        update: int,
+        weight: int,
+        out: int,
+        tokens: int,
+        dim: int,
+        eps: float,
+    ) -> None: ...
+    def rope(
+        self,
+        type: Type,
+        x: int,
+        tokens: int,
+        heads: int,
+        dim: int,
+        token_stride: int,
+        head_stride: int,
+        cos: int,
+        sin: int,
+    ) -> None: ...
+    def silu_mul(self, type: Type, gate_up: int, token_stride: int, out: int, tokens: int, inter: int) -> None: ...
+    def linear(
+        self, x: int, x_stride: int, weight: int, bias: int, out: int, tokens: int, in_dim: int, out_dim: int
+    ) -> None: ...
+    def linear_few(
+        self, x: int, x_stride: int, weight: int, out: int, rows: int, in_dim: int, out_dim: int
+    ) -> None: ...

@@ -1,0 +1,191 @@
+"""`scripts/serve` as an operator runs it: ports, a model process that dies, an engine that fails, a clean stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from conftest import MODEL, REPOSITORY, ROOT, SERVER_DIRECTORY, tiny_overrides
+
+from kvtier.client import Client, ServerError
+from kvtier.serving import Ports, ServingError, locate
+from kvtier.serving.http import ControlClient, label, parse_metrics
+from kvtier.serving.processes import SHARED_MEMORY, model_processes
+from kvtier.serving.repository import overlay
+
+SHORT = {"text_input": "the sea", "max_tokens": 3}
+LONG = {
+    "text_input": "the sea",
+    "stream": True,
+    "max_tokens": 1200,
+    "sampling_parameters": json.dumps({"temperature": 0, "ignore_eos": True}),
+}
+BREAK = "break the engine thread"
+"""A text that makes the model below break its engine, as a bug would."""
+BREAKABLE_MODEL = f"""
+import importlib.util
+from pathlib import Path
+
+spec = importlib.util.spec_from_file_location("shipped", Path({str(REPOSITORY / MODEL / "1" / "model.py")!r}))
+shipped = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(shipped)
+
+
+class TritonPythonModel(shipped.TritonPythonModel):
+    def execute(self, requests):
+        for request in requests:
+            tensors = {{tensor.name(): tensor for tensor in request.inputs()}}
+            if tensors["text_input"].as_numpy().reshape(-1)[0] == {BREAK.encode()!r}:
+                self._engine._loop._scheduler = None
+        super().execute(requests)
+"""
+
+
+class Served:
+    """A running `scripts/serve`."""
+
+    def __init__(self, arguments: list[str], log: Path, ports: Ports) -> None:
+        self.ports = ports
+        self.log = log
+        command = [str(ROOT / "scripts" / "serve"), *arguments]
+        environment = {**os.environ, "PYTHON": sys.executable}
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
+        self.control = ControlClient("localhost", ports.http, ports.metrics)
+
+    def lines(self) -> list[str]:
+        """What the supervisor itself reported."""
+        return [line for line in self.log.read_text().splitlines() if line.startswith("kvtier serve: ")]
+
+    def wait_for(self, word: str, timeout_s: float = 60) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not any(word in line for line in self.lines()):
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.1)
+
+    def server_pid(self) -> int:
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return int(children[0])
+
+    def prefix(self) -> str:
+        """The prefix of this server's shared memory, from its command line."""
+        words = Path(f"/proc/{self.server_pid()}/cmdline").read_text().split("\0")
+        return next(word.rpartition("=")[2] for word in words if "shm-region-prefix-name" in word)
+
+    def client(self) -> Client:
+        return Client(f"localhost:{self.ports.grpc}", MODEL, timeout_s=20)
+
+
+StartServed = Callable[..., Served]
+
+
+@pytest.fixture
+def serve(tmp_path: Path, tiny_checkpoint: Path) -> Iterator[StartServed]:
+    try:
+        locate(SERVER_DIRECTORY)
+    except ServingError as error:
+        pytest.skip(str(error))
+    started: list[Served] = []
+
+    def start(*extra: str) -> Served:
+        ports = Ports.free()
+        overrides = tiny_overrides(tiny_checkpoint, tmp_path / "cache")
+        settings = [f"--set={key}={value}" for key, value in overrides.items()]
+        served = Served([*ports.arguments(), *settings, *extra], tmp_path / "log", ports)
+        started.append(served)
+        return served
+
+    yield start
+    for served in started:
+        for _ in range(2):  # the second one does not wait for streams
+            if served.process.poll() is None:
+                served.process.terminate()
+                time.sleep(0.1)
+        served.process.wait(30)
+
+
+def answers(served: Served, inputs: dict[str, object]) -> str:
+    with served.client() as client:
+        return "".join(response.text for response in client.infer(inputs, timeout_s=30))
+
+
+def test_a_killed_model_process_comes_back_and_sigterm_lets_a_stream_finish(serve: StartServed) -> None:
+    served = serve("--exit-timeout-secs=40")
+    served.wait_for("ready: ")
+    prefix = served.prefix()
+    before = answers(served, SHORT)
+
+    [stub] = model_processes(prefix)
+    stub.kill()
+    served.wait_for("model smollm2: its model process died; reloaded")
+    assert answers(served, SHORT) == before
+    assert [process.pid for process in model_processes(prefix)] != [stub.pid]
+
+    with served.client() as client:
+        stream = client.infer(LONG, timeout_s=60)
+        texts = [next(stream).outputs["output_ids"]]
+        served.process.send_signal(signal.SIGTERM)
+        texts += [response.outputs["output_ids"] for response in stream]
+    tokens = sum(len(ids) if isinstance(ids, list) else 1 for ids in texts)
+    assert tokens == LONG["max_tokens"], "the stream was cut"
+    assert served.process.wait(60) == 0
+    assert model_processes(prefix) == []
+    assert list(SHARED_MEMORY.glob(f"{prefix}*")) == []
+    assert "its model process died" in "".join(served.lines())
+    assert sum("reloaded" in line for line in served.lines()) == 1
+
+
+def test_an_engine_that_failed_answers_unavailable_and_is_reloaded(serve: StartServed, tmp_path: Path) -> None:
+    repository = overlay(REPOSITORY, {}, tmp_path / "repository")
+    version = repository / MODEL / "1"
+    original = version.resolve()
+    version.unlink()
+    version.mkdir()
+    (version / "engine.yaml").symlink_to(original / "engine.yaml")
+    (version / "model.py").write_text(BREAKABLE_MODEL)
+    served = serve(f"--model-repository={repository}")
+    served.wait_for("ready: ")
+    before = answers(served, SHORT)
+    with served.client() as client:
+        running = client.infer(LONG, timeout_s=60)
+        next(running)
+        with pytest.raises(ServerError):
+            list(client.infer({**SHORT, "text_input": BREAK}, timeout_s=30))
+        with pytest.raises(ServerError):  # and not a stream that hangs
+            list(running)
+        with pytest.raises(ServerError) as refused:
+            list(client.infer(SHORT, timeout_s=30))
+    assert refused.value.status == "UNAVAILABLE"
+    served.wait_for("kvtier_engine_up is 0; reloaded")
+    assert answers(served, SHORT) == before
+    ups = parse_metrics(served.control.metrics())["kvtier_engine_up"]
+    assert [value for text, value in ups.items() if label(text, "model") == MODEL] == [1]
+    served.process.send_signal(signal.SIGINT)
+    assert served.process.wait(60) == 0
+
+
+def test_a_taken_port_is_named_before_the_start(serve: StartServed) -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        served = serve(f"--grpc-port={port}")
+        assert served.process.wait(30) == 1
+    assert served.lines() == [
+        f"kvtier serve: already in use: --grpc-port {port}; stop what listens there or choose other ports"
+    ]
+
+
+def test_a_bad_key_ends_the_start_with_its_name(serve: StartServed) -> None:
+    served = serve("--set=tiers.hbm.bites=1MiB")
+    assert served.process.wait(60) == 1
+    assert "tiers.hbm.bites: no such key; did you mean bytes?" in served.log.read_text()

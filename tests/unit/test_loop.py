@@ -1,0 +1,184 @@
+"""The loop's queues and its bell: no lost wakes, drains that always end, and requests that arrive while it closes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from fakes import LAYOUT, FakeModel, SteppedTiers, chain_hashes, make_sequence
+
+from kvtier.block import Tier
+from kvtier.errors import Unavailable
+from kvtier.io.base import Operation
+from kvtier.loop import Bell, EngineLoop
+from kvtier.models.config import GenerationDefaults
+from kvtier.outbox import Mailbox, Outbox
+from kvtier.request import FinishReason, SamplingParams, TokenEvent
+from kvtier.sampler import SamplerState, resolve
+from kvtier.scheduler import Scheduler, SchedulerLimits
+from kvtier.sequence import Sequence
+from kvtier.session import Session
+from kvtier.tokens import TextStream
+
+BLOCK = LAYOUT.block_tokens
+
+
+class Setup:
+    """An engine loop over stepped tiers and the fake model, with real threads for the loop and its senders."""
+
+    def __init__(self, folder: Path, dram: int = 0) -> None:
+        self.tiers = SteppedTiers(folder, 16, dram, nvme=0)
+        self.bell = Bell()
+        self.model = FakeModel()
+        self.outbox = Outbox(1)
+        scheduler = Scheduler(self.tiers.store, SchedulerLimits(64, 4))
+        metrics = self.tiers.metrics
+        self.loop = EngineLoop(self.tiers.store, scheduler, self.model, self.outbox, self.bell, metrics)  # type: ignore[arg-type]
+        self.events: dict[int, list[TokenEvent]] = {}
+        self.finals = threading.Semaphore(0)
+
+    def sequence(self, number: int, output_max: int = 5) -> Sequence:
+        sequence = make_sequence(number, [number] * 10, output_max)
+        events = self.events[number] = []
+
+        def sink(event: TokenEvent) -> None:
+            events.append(event)
+            if event.finish_reason is not None:
+                self.finals.release()
+
+        state = SamplerState([], resolve(SamplingParams(), GenerationDefaults()), 300)
+        mailbox = Mailbox(sink, lambda: self.loop.cancel(number))
+        sequence.context = Session(mailbox, state, TextStream(None), time.monotonic())
+        return sequence
+
+    def wait(self, count: int) -> None:
+        for _ in range(count):
+            assert self.finals.acquire(timeout=30), "a request has no final event"
+
+    def close(self) -> None:
+        assert self.loop.close(10.0)
+        self.outbox.close(10.0)
+
+
+def test_a_bell_rung_before_the_wait_ends_it_at_once_and_only_once() -> None:
+    bell = Bell()
+    bell.ring()
+    bell.ring()
+    started = time.monotonic()
+    bell.wait(10.0)
+    assert time.monotonic() - started < 5
+    bell.wait(0.01)
+    assert time.monotonic() - started >= 0.01
+
+
+def test_a_bell_rung_during_the_wait_ends_it() -> None:
+    bell = Bell()
+    thread = threading.Timer(0.02, bell.ring)
+    thread.start()
+    started = time.monotonic()
+    bell.wait(30.0)
+    assert time.monotonic() - started < 15
+    thread.join()
+
+
+def test_requests_from_many_threads_all_end_with_their_own_tokens(tmp_path: Path) -> None:
+    setup = Setup(tmp_path)
+    setup.loop.start()
+
+    def work(first: int) -> None:
+        for number in range(first, first + 10):
+            setup.loop.add(setup.sequence(number), live_max=100)
+
+    threads = [threading.Thread(target=work, args=(10 * index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    setup.wait(40)
+    for number, events in setup.events.items():
+        tokens = [token for event in events for token in event.token_ids]
+        assert tokens == setup.model.expected([number] * 10, 5)
+        assert events[-1].finish_reason is FinishReason.LENGTH
+    setup.close()
+
+
+def test_what_arrives_before_the_close_ends_and_what_arrives_after_is_refused(tmp_path: Path) -> None:
+    setup = Setup(tmp_path)
+    setup.loop.start()
+    refused = 0
+    closer = threading.Timer(0.01, setup.loop.close, args=(10.0,))
+    closer.start()
+    number = 0
+    while refused < 3 and number < 5000:
+        try:
+            setup.loop.add(setup.sequence(number), live_max=10_000)
+            number += 1
+        except Unavailable:
+            refused += 1
+    closer.join()
+    setup.wait(number)
+    setup.close()
+    finals = [event for events in setup.events.values() for event in events if event.finish_reason is not None]
+    assert refused == 3 and len(finals) == number
+
+
+def test_a_full_house_refuses(tmp_path: Path) -> None:
+    setup = Setup(tmp_path)
+    for number in range(2):
+        setup.loop.add(setup.sequence(number), live_max=2)
+    with pytest.raises(Unavailable, match="queue: 2 requests"):
+        setup.loop.add(setup.sequence(2), live_max=2)
+    setup.loop.start()
+    setup.wait(2)
+    setup.close()
+
+
+def test_unknown_numbers_are_cancelled_without_harm(tmp_path: Path) -> None:
+    setup = Setup(tmp_path)
+    setup.loop.start()
+    setup.loop.cancel(77)
+    setup.loop.add(setup.sequence(0), live_max=5)
+    setup.wait(1)
+    setup.loop.cancel(0)
+    setup.loop.add(setup.sequence(1), live_max=5)
+    setup.wait(1)
+    setup.close()
+
+
+def test_a_drain_ends_though_a_write_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.loop.DRAIN_S", 0.1)
+    monkeypatch.setattr("kvtier.loop.WAIT_S", 0.05)
+    setup = Setup(tmp_path, dram=16)
+    setup.tiers.io[Tier.DRAM].hanging = {Operation.WRITE}
+    setup.tiers.store.release(setup.tiers.compute(chain_hashes(range(3 * BLOCK))))
+    setup.loop.start()
+    assert setup.loop.drain(Tier.HBM).done.wait(20)
+    setup.close()
+
+
+def test_closing_ends_a_drain_that_waits(tmp_path: Path) -> None:
+    setup = Setup(tmp_path, dram=16)
+    setup.tiers.io[Tier.DRAM].hanging = {Operation.WRITE}
+    setup.tiers.store.release(setup.tiers.compute(chain_hashes(range(3 * BLOCK))))
+    setup.loop.start()
+    drain = setup.loop.drain(Tier.HBM)
+    assert not drain.done.wait(0.05)
+    setup.close()
+    assert drain.done.is_set()
+    with pytest.raises(Unavailable):
+        setup.loop.drain(Tier.HBM)
+
+
+def test_gauges_follow_and_the_engine_is_up_only_while_it_takes_requests(tmp_path: Path) -> None:
+    setup = Setup(tmp_path)
+    metrics = setup.tiers.metrics
+    assert metrics.engine_up.value() == 0
+    setup.loop.start()
+    assert metrics.engine_up.value() == 1 and setup.loop.healthy
+    setup.loop.add(setup.sequence(0), live_max=5)
+    setup.wait(1)
+    setup.close()
+    assert metrics.engine_up.value() == 0 and not setup.loop.healthy
+    assert metrics.ttft_seconds.count() == 1 and metrics.tpot_seconds.count() == 4
+    assert metrics.generated_tokens.value() == 5 and metrics.requests.value("length") == 1
+    assert sum(metrics.prompt_tokens.value(origin) for origin in ("hbm", "dram", "nvme", "computed")) == 10

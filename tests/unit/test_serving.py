@@ -1,0 +1,187 @@
+"""What the supervisor decides without a server: remedies, overlays, ports, and which models it calls dead."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from kvtier.cli.serve import parse
+from kvtier.serving import Ports, ServingError, Watch
+from kvtier.serving.http import label, parse_metrics
+from kvtier.serving.locate import check_numpy, package_of
+from kvtier.serving.processes import ModelProcess
+from kvtier.serving.repository import models_of, overlay
+
+
+def test_numpy_2_is_refused_with_the_remedy() -> None:
+    check_numpy("1.26.4")
+    with pytest.raises(ServingError, match=r"numpy 2\.1\.0 .*pip install 'numpy<2'"):
+        check_numpy("2.1.0")
+
+
+def test_a_missing_library_names_its_package() -> None:
+    assert package_of("libpython3.11.so.1.0") == "libpython3.11"
+    assert package_of("libarchive.so.13") == "libarchive13"
+
+
+def test_a_taken_port_is_named_with_its_option() -> None:
+    free = Ports.free()
+    free.check_free()
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ServingError, match=rf"already in use: --metrics-port {port};"):
+            Ports(free.http, free.grpc, port).check_free()
+
+
+def test_options_we_do_not_know_go_to_the_server() -> None:
+    options = parse(
+        ["--grpc-port", "9001", "--set=tiers.hbm.bytes=1GiB", "--model-config-name=vllm", "--log-verbose=1"]
+    )
+    assert options.ports == Ports(grpc=9001)
+    assert options.overrides == {"tiers.hbm.bytes": "1GiB"}
+    assert options.extra_arguments == ("--model-config-name=vllm", "--log-verbose=1")
+
+
+def test_a_malformed_override_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--set", "tiers.hbm.bytes"])
+    assert "KEY=VALUE" in capsys.readouterr().err
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    for name in ("ours", "other"):
+        (tmp_path / name / "1").mkdir(parents=True)
+        (tmp_path / name / "config.pbtxt").write_text("max_batch_size: 1\n")
+    (tmp_path / "ours" / "1" / "engine.yaml").write_text("model: x\n")
+    (tmp_path / "ours" / "configs").mkdir()
+    (tmp_path / "ours" / "configs" / "vllm.pbtxt").write_text("max_batch_size: 0\n")
+    return tmp_path
+
+
+def test_an_overlay_adds_parameters_to_our_models_alone(
+    repository: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    assert models_of(repository) == ["ours"]
+    target = overlay(repository, {"dtype": 'a"b', "model": "weights"}, tmp_path_factory.mktemp("overlay"))
+    for config, first in (("config.pbtxt", "max_batch_size: 1"), ("configs/vllm.pbtxt", "max_batch_size: 0")):
+        text = (target / "ours" / config).read_text()
+        assert text.startswith(first)
+        assert 'parameters { key: "dtype" value { string_value: "a\\"b" } }' in text
+        assert f'string_value: "{Path.cwd() / "weights"}"' in text
+    assert (target / "ours" / "1").resolve() == repository / "ours" / "1"
+    assert (target / "other").resolve() == repository / "other"
+
+
+@pytest.mark.parametrize("make", [False, True])
+def test_a_repository_without_models_is_refused(tmp_path: Path, make: bool) -> None:
+    folder = tmp_path / "models"
+    if make:
+        folder.mkdir()
+    with pytest.raises(ServingError, match="--model-repository"):
+        models_of(folder)
+
+
+def test_a_metrics_page_is_read() -> None:
+    page = '# HELP a x\na{model="m",instance="m_0"} 1\nb 2.5\n'
+    parsed = parse_metrics(page)
+    assert parsed == {"a": {'model="m",instance="m_0"': 1.0}, "b": {"": 2.5}}
+    assert label('model="m",instance="m_0"', "instance") == "m_0"
+    assert label('model="m"', "el") == ""
+
+
+class FakeServer:
+    """Stands for server and control client; what a test sets is what the watch sees."""
+
+    def __init__(self) -> None:
+        self.control = self
+        self.ready = {"m"}
+        self.alive = 1
+        self.up = 1
+        self.reloads = 0
+        self.refuse = False
+
+    def metrics(self) -> str:
+        return f'kvtier_engine_up{{model="m",instance="m_0_0"}} {self.up}\n'
+
+    def ready_models(self) -> set[str]:
+        return self.ready
+
+    def process_count(self, _: str) -> int:
+        return 1
+
+    def model_processes(self) -> list[ModelProcess]:
+        return [ModelProcess(1, "m")] * self.alive
+
+    def reload(self, _: str) -> None:
+        self.reloads += 1
+        if self.refuse:
+            self.ready = set()
+            raise ServingError("no memory")
+        self.ready, self.alive, self.up = {"m"}, 1, 1
+
+
+@pytest.fixture
+def fake() -> FakeServer:
+    return FakeServer()
+
+
+@pytest.fixture
+def lines() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def watch(fake: FakeServer, lines: list[str]) -> Watch:
+    return Watch(fake, lines.append)  # type: ignore[arg-type]
+
+
+def test_a_healthy_model_is_left_alone(fake: FakeServer, watch: Watch) -> None:
+    for now in range(5):
+        watch.poll(now)
+    assert fake.reloads == 0
+
+
+@pytest.mark.parametrize(("field", "reason"), [("alive", "its model process died"), ("up", "kvtier_engine_up is 0")])
+def test_a_dead_model_is_reloaded_once_two_polls_agree(
+    fake: FakeServer, watch: Watch, lines: list[str], field: str, reason: str
+) -> None:
+    setattr(fake, field, 0)
+    watch.poll(0.0)
+    assert fake.reloads == 0
+    for now in (0.5, 1.0, 1.5):
+        watch.poll(now)
+    assert fake.reloads == 1
+    assert len(lines) == 1
+    assert reason in lines[0]
+
+
+def test_a_moments_doubt_is_forgotten(fake: FakeServer, watch: Watch) -> None:
+    for now in range(6):
+        fake.up = now % 2
+        watch.poll(now)
+    assert fake.reloads == 0
+
+
+def test_a_model_somebody_unloaded_stays_unloaded(fake: FakeServer, watch: Watch) -> None:
+    fake.ready, fake.alive, fake.up = set(), 0, 0
+    for now in range(5):
+        watch.poll(now)
+    assert fake.reloads == 0
+
+
+def test_a_refused_reload_is_tried_again_more_and_more_slowly(fake: FakeServer, watch: Watch, lines: list[str]) -> None:
+    fake.alive, fake.refuse = 0, True
+    for tenth in range(0, 100, 5):
+        watch.poll(tenth / 10)
+    assert fake.reloads == 4, "after 0.5, 1.5, 3.5 and 8.5 s"
+    assert "again in 5 s: no memory" in lines[2]
+    fake.refuse = False
+    watch.poll(60.0)
+    watch.poll(120.0)
+    assert fake.reloads == 5
+    assert "reloaded" in lines[-1]
