@@ -115,7 +115,7 @@ class Store:
         if fetch is not None:
             known = hashes[: len(fetch.slots)]
             for shelf in self._shelves.values():
-                shelf.touch(known, now)
+                shelf.touch(hashes, now)  # what lies behind a gap is wanted, too
             for depth, block_hash in enumerate(known):
                 self._demoter.used(block_hash, depth)
         return fetch

@@ -36,6 +36,8 @@ READERS = 4
 """As io.readers of engine.yaml."""
 REST_S = 0.05
 """Between two systems' turns, so that idle threads of the one before are asleep."""
+WIDTH = 120
+"""Of the tables where there is no terminal."""
 DESCRIPTION = """\
 Measure kvtier on this machine.
 
@@ -61,6 +63,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Run, print, write; the exit status is 1 with one line if something needed is missing."""
     options = parse(arguments)
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDTH)
     options.cache_directory.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="bench-", dir=options.cache_directory))
     try:

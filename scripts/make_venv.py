@@ -2,8 +2,8 @@
 """Make `.venv` with what requirements.lock names and kvtier itself; do nothing where it is up to date.
 
 Runs on the standard library alone, by the Python that `.venv` shall have. Checks first what pip could not mend:
-compiler, Python headers, libpython, venv. kvtier is installed in place, so that edits need no new install; the native
-module is built again when its sources change.
+compiler, Python headers, libpython, venv. kvtier is installed in place, so that edits need no new install; it is
+installed again when its native sources change or a module comes or goes.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ def update(folder: Path) -> None:
     """Bring `folder` up to date. Raises CalledProcessError where a step fails."""
     lock = digest([ROOT / "requirements.lock"])
     native = [path for path in sorted((ROOT / "kvtier" / "native").iterdir()) if path.is_file()]
-    package = digest([ROOT / "pyproject.toml", *native])
+    modules = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "kvtier").rglob("*.py"))]
+    package = digest([ROOT / "pyproject.toml", *native], modules)
     stamp = folder / STAMP
     done = stamp.read_text().splitlines() if stamp.exists() else []
     python = folder / "bin" / "python"
@@ -90,9 +91,9 @@ def update(folder: Path) -> None:
         stamp.write_text(f"{lock}\n{package}\n")
 
 
-def digest(paths: Iterable[Path]) -> str:
-    """One digest of the names and contents of files, and of the Python they are installed for."""
-    content = hashlib.sha256(f"{sys.version_info[:2]} {ROOT}".encode())
+def digest(paths: Iterable[Path], names: Iterable[str] = ()) -> str:
+    """One digest of the names and contents of files, of more `names`, and of the Python they are installed for."""
+    content = hashlib.sha256(f"{sys.version_info[:2]} {ROOT} {list(names)}".encode())
     for path in paths:
         content.update(f"\n{path.name}\n".encode() + path.read_bytes())
     return content.hexdigest()

@@ -19,7 +19,7 @@ from pathlib import Path
 from kvtier.block import BlockHash, KVLayout, Tier
 from kvtier.demotion import NvmePolicy
 from kvtier.directory import Directory
-from kvtier.eviction import LeastRecentlyUsed
+from kvtier.eviction import LeastRecentlyUsed, PolicyMaker
 from kvtier.io.base import IoRequest, IoResult, KernelCalls, Operation, SystemCalls
 from kvtier.metrics import Metrics
 from kvtier.namespace import HashChain
@@ -138,10 +138,11 @@ class SteppedTiers:
         queue_max: int = 16,
         fetch_deadline_s: float = 5.0,
         late_s: float = 5.0,
+        eviction: PolicyMaker = LeastRecentlyUsed,
     ) -> None:
         self.arena = HbmArena(LAYOUT, hbm)
         self.metrics = Metrics()
-        self.store = Store(LAYOUT, self.arena, LeastRecentlyUsed, self.metrics, policy, fetch_deadline_s)
+        self.store = Store(LAYOUT, self.arena, eviction, self.metrics, policy, fetch_deadline_s)
         self.io: dict[Tier, SteppedIo] = {}
         self.slabs: dict[Tier, Slab] = {}
         self.shelves: dict[Tier, Shelf] = {}
@@ -152,7 +153,7 @@ class SteppedTiers:
                 io = self.io[tier] = SteppedIo(calls, queue_max, seed)
                 self.slabs[tier] = slab
                 limits = ShelfLimits(queue_max, late_s=late_s)
-                shelf = Shelf(tier, form, slab, Directory(slots), io, limits, lambda *_: None)
+                shelf = Shelf(tier, form, slab, Directory(slots, eviction), io, limits, lambda *_: None)
                 self.shelves[tier] = shelf
                 self.store.add_shelf(shelf)
 

@@ -28,7 +28,7 @@ class BlockUse:
 
 
 class EvictionPolicy(Protocol):
-    """Ranks the blocks of one tier. Evicted first is the lowest value; of equal ones the longest unused, then the deepest.
+    """Ranks the blocks of one tier: the lowest value goes first; of equal ones the longest unused, then the deepest.
 
     A policy MUST never rank a block below one behind it in its chain that was last used together with it, since only
     leading runs count. It may rely on the first having at least as many uses.
@@ -45,7 +45,7 @@ class EvictionPolicy(Protocol):
         """Worth of keeping the longest unused candidate of a group: unused for `age_s`, one of `share` x capacity."""
 
     def learn(self, left: int | None, idle_s: float, entered: int) -> None:
-        """A block of group `left` was used after `idle_s`, kept till then or not; None: never seen. It `entered` a group."""
+        """A block was used and `entered` a group, after `idle_s` in group `left`, kept till then or not (None: new)."""
 
 
 PolicyMaker = Callable[[int], EvictionPolicy]

@@ -157,15 +157,18 @@ class EvictionQueue:
         It was, and only forgetting can have hidden it: without this rule one such block would go early, and with it
         all that stand on it.
         """
+        if not self._notes:
+            return
+        find, stamps = self._uses.get, self._stamps
         for chain, now, uses in self._notes:
             most = 0
             for block_hash in reversed(chain):
-                use = self._uses.get(block_hash)
+                use = find(block_hash)
                 if use is None:
                     continue
-                candidate = block_hash in self._stamps
+                candidate = block_hash in stamps
                 if candidate:
-                    self._discard(block_hash, use)
+                    self._ranks[use.priority][use.group].live_count -= 1
                 most = max(most, use.uses + uses)
                 if most != use.uses:
                     self._count(use, most, now if uses else use.last_use)
@@ -173,6 +176,9 @@ class EvictionQueue:
                 if candidate:
                     self._add(block_hash, use)
         self._notes.clear()
+        for groups in self._ranks.values():
+            for group in groups.values():
+                self._clean(group)
         self._noted_count = 0
 
     def _count(self, use: BlockUse, uses: int, now: float) -> None:
@@ -183,14 +189,14 @@ class EvictionQueue:
         self._policy.learn(left, max(now - use.last_use, 0.0), use.group)
 
     def _add(self, block_hash: BlockHash, use: BlockUse) -> None:
-        group = self._ranks.setdefault(use.priority, {}).get(use.group)
-        if group is None:
-            group = self._ranks[use.priority][use.group] = _Group()
+        try:
+            group = self._ranks[use.priority][use.group]
+        except KeyError:
+            group = self._ranks.setdefault(use.priority, {})[use.group] = _Group()
         self._stamp += 1
         self._stamps[block_hash] = self._stamp
         heapq.heappush(group.entries, (use.last_use, -use.depth, self._stamp, block_hash))
         group.live_count += 1
-        self._clean(group)
 
     def _discard(self, block_hash: BlockHash, use: BlockUse) -> None:
         if self._stamps.pop(block_hash, None) is not None:

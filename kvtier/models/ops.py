@@ -65,8 +65,12 @@ class Ops(Protocol):
 
 def make_ops(backend: AttentionBackend) -> Ops:
     """The small operations that go with an attention backend: a native one lends its kernels and threads."""
-    kernels = getattr(backend, "kernels", None)
-    return TorchOps() if kernels is None else NativeOps(kernels)
+    if backend.name != "native":
+        return TorchOps()
+    from kvtier.attention.native import NativeAttention
+
+    assert isinstance(backend, NativeAttention)
+    return NativeOps(backend.kernels)
 
 
 class TorchOps:

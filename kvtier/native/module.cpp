@@ -32,8 +32,9 @@ T* at(Address address) {
 
 std::vector<const KernelTable*> tables() {
     std::vector<const KernelTable*> found;
-#ifdef KVTIER_AVX512
+#ifdef KVTIER_X86
     if (const KernelTable* table = avx512_kernels()) found.push_back(table);
+    if (const KernelTable* table = avx2_kernels()) found.push_back(table);
 #endif
     found.push_back(plain_kernels());
     return found;

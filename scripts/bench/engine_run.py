@@ -15,6 +15,7 @@ from bench.workload import Workload
 from kvtier import Engine, EngineConfig, Request, SamplingParams, TokenEvent
 
 SETTLE_S = 60.0
+WARM_UP_TOKENS = 300
 Advance = Callable[[int], None]
 
 
@@ -37,7 +38,7 @@ def measure_ttft(engine: Engine, workload: Workload, limits_s: dict[str, float],
     settings = workload.settings
     samples: dict[str, list[float]] = {origin: [] for origin in ORIGINS}
     proof: dict[str, dict[str, int]] = {}
-    _first_token(engine, workload.prompts(1, settings.prefix_tokens)[0])
+    _first_token(engine, workload.prompts(1, min(settings.prefix_tokens, WARM_UP_TOKENS))[0])
     for prompt in workload.prompts(settings.ttft_samples, settings.prefix_tokens):
         for origin in ORIGINS:
             settle(engine)

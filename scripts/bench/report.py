@@ -99,13 +99,14 @@ def plot(results: Results, file: Path) -> None:
     right.set(ylabel="tokens/s, all sequences", title="Decode")
     right.set_xticks(range(len(cases)), [f"batch {batch}\n{context} tokens" for batch, context in cases])
     for axes in (left, right):
-        axes.legend()
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend()
     figure.savefig(file, dpi=120)
     pyplot.close(figure)
 
 
 def _ttft_table(ttft: Sequence[Ttft]) -> Table:
-    table = Table("way", "prefix from", "median ms", "min", "max", "limit ms", "prompt tokens by origin")
+    table = Table("through", "prefix from", "median ms", "min", "max", "limit ms", "prompt tokens by origin")
     table.title = f"Time to the first token of {ttft[0].prompt_tokens} tokens"
     for item in ttft:
         values = (item.median_s, min(item.samples_s), max(item.samples_s), item.limit_s)

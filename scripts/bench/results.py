@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from statistics import median
 
 TIERED = "kvtier"
-UNTIERED = "kvtier, DRAM and NVMe off"
+UNTIERED = "kvtier, HBM only"
 TRANSFORMERS = "transformers"
-GRPC = "kvtier over gRPC"
+GRPC = "kvtier, gRPC"
 """Systems whose decode is measured."""
 
-API = "Python API"
+API = "Python"
 """The other way in besides GRPC, for TTFT."""
 
 ORIGINS = ("computed", "hbm", "dram", "nvme")

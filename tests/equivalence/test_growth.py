@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -81,9 +82,9 @@ def assert_nothing_left(engine: Engine) -> None:
     assert not demoter._writes and not any(demoter._wishes.values()) and not any(demoter._writing.values())
     for shelf in store._shelves.values():
         assert shelf.in_flight == 0 and not shelf._writing
-        assert len(shelf._directory._queue._heap) <= 64 + 2 * shelf.slot_count
+        shelf.check()
     assert store.available_count == store.slot_count
-    assert len(store._resident._prefix._queue._heap) <= 64 + 2 * store.slot_count
+    store.check(Counter())
 
 
 def test_the_arenas_are_as_large_as_configured_and_there_from_the_start(engine: Engine) -> None:

@@ -1,4 +1,4 @@
-"""A whole engine over failing shelves: requests never fail, and every token is that of an engine without shelves.
+"""A whole engine over failing shelves: requests never fail, and logits have the bits of an engine without shelves.
 
 Faults come through the system calls below both shelves, by corrupting their bytes behind the engine's back, and from
 cache directories that cannot be used, are used by another engine, or hold another model's blocks.
@@ -11,13 +11,14 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+import torch
 from fakes import flip_byte
 from tiny import make_checkpoint
-from workloads import Collector, Round, check_each_step, make_workload
+from workloads import Collector, Recorder, Round, check_each_step, make_workload
 
 from kvtier import Engine, EngineConfig, SamplingParams
 from kvtier.block import KVLayout, Tier
@@ -32,15 +33,26 @@ HBM_BLOCKS, DRAM_BLOCKS = 11, 24
 DEADLINE_S = 0.15
 
 
+@dataclass(frozen=True)
+class Answer:
+    """Tokens of a request and the logits [token, vocab] they were sampled from."""
+
+    token_ids: list[int]
+    logits: torch.Tensor
+
+
+Workload = tuple[list[Round], list[Answer]]
+"""Rounds of requests, none of them cancelled, and the answers of an engine that has HBM alone."""
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("tiny"), "llama")
 
 
 @pytest.fixture(scope="module")
-def workloads(checkpoint: Path) -> list[tuple[list[Round], list[list[int]]]]:
-    """Rounds of requests, none of them cancelled, and the tokens of an engine that has HBM alone."""
-    made = []
+def workloads(checkpoint: Path) -> list[Workload]:
+    made: list[Workload] = []
     for seed in range(3):
         rounds = make_workload(seed, BLOCK, 300, 9 * BLOCK, outputs=8)
         rounds = [replace(turn, asks=tuple(replace(ask, cancel_after=None) for ask in turn.asks)) for turn in rounds]
@@ -87,10 +99,11 @@ def inject(monkeypatch: pytest.MonkeyPatch, tiers: Sequence[Tier], faults: Seque
     return calls
 
 
-def serve(engine: Engine, rounds: Sequence[Round]) -> list[list[int]]:
-    """Tokens of all requests, in order; none may fail. The books are checked after every step."""
+def serve(engine: Engine, rounds: Sequence[Round]) -> list[Answer]:
+    """Answers to all requests, in order; none may fail. The books are checked after every step."""
     check_each_step(engine)
-    tokens: list[list[int]] = []
+    recorder = Recorder(engine)
+    answers: list[Answer] = []
     for turn in rounds:
         for tier in turn.evict:
             engine.evict(tier)
@@ -99,9 +112,18 @@ def serve(engine: Engine, rounds: Sequence[Round]) -> list[list[int]]:
             event = collector.wait()
             assert event.error is None, event.error
             assert event.usage is not None and sum(event.usage.origin.as_dict().values()) == len(collector.ask.prompt)
-            tokens.append(collector.token_ids)
+            number = collector._handle.number
+            rows = [recorder.rows[number, index] for index in range(len(collector.token_ids))]
+            answers.append(Answer(collector.token_ids, torch.stack(rows)))
     assert engine.healthy
-    return tokens
+    return answers
+
+
+def assert_same(found: Sequence[Answer], expected: Sequence[Answer]) -> None:
+    """Same tokens, and the same bits of every logits row."""
+    assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
+    for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        assert torch.equal(ours.logits, theirs.logits), f"logits of request {number} differ"
 
 
 def failures(engine: Engine, reason: str) -> int:
@@ -139,7 +161,7 @@ def test_faults_below_the_shelves_change_no_token_and_are_counted(
     script: str,
     tiers: tuple[Tier, ...],
     checkpoint: Path,
-    workloads: list[tuple[list[Round], list[list[int]]]],
+    workloads: list[Workload],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -147,7 +169,7 @@ def test_faults_below_the_shelves_change_no_token_and_are_counted(
     rounds, expected = workloads[len(tiers) - 1]
     inject(monkeypatch, tiers, faults)
     with Engine(config(checkpoint, tmp_path / "cache")) as engine:
-        assert serve(engine, rounds) == expected
+        assert_same(serve(engine, rounds), expected)
         if reason:
             assert failures(engine, reason) > 0
         else:
@@ -156,14 +178,14 @@ def test_faults_below_the_shelves_change_no_token_and_are_counted(
 
 def test_reads_that_never_end_cost_a_deadline_each_and_the_engine_closes_in_time(
     checkpoint: Path,
-    workloads: list[tuple[list[Round], list[list[int]]]],
+    workloads: list[Workload],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rounds, expected = workloads[0]
     calls = inject(monkeypatch, (Tier.NVME,), [Fault(Call.READ, 1, Effect.HANG, sticky=True)])
     engine = Engine(config(checkpoint, tmp_path / "cache", hbm=HBM_BLOCKS + 16))
-    assert serve(engine, rounds) == expected
+    assert_same(serve(engine, rounds), expected)
     assert engine.stats()["arriving_blocks"] > 0 and failures(engine, "late") > 0
     started = time.monotonic()
     engine.close(0.5)
@@ -195,7 +217,7 @@ def corrupt_nvme(_: Engine, cache: Path) -> int:
 def test_rows_corrupted_behind_the_engine_s_back_are_misses(
     corrupt: Callable[[Engine, Path], int],
     checkpoint: Path,
-    workloads: list[tuple[list[Round], list[list[int]]]],
+    workloads: list[Workload],
     tmp_path: Path,
 ) -> None:
     rounds, expected = workloads[0]
@@ -206,13 +228,11 @@ def test_rows_corrupted_behind_the_engine_s_back_are_misses(
             engine.evict("dram")
         assert corrupt(engine, tmp_path / "cache") > 5
         again = [replace(turn, evict=()) for turn in rounds[2:]]
-        assert first + serve(engine, again) == expected
+        assert_same([*first, *serve(engine, again)], expected)
         assert failures(engine, "bad_row") > 0
 
 
-def test_a_slab_truncated_underneath_is_a_miss(
-    checkpoint: Path, workloads: list[tuple[list[Round], list[list[int]]]], tmp_path: Path
-) -> None:
+def test_a_slab_truncated_underneath_is_a_miss(checkpoint: Path, workloads: list[Workload], tmp_path: Path) -> None:
     rounds, expected = workloads[1]
     with Engine(config(checkpoint, tmp_path / "cache")) as engine:
         first = serve(engine, rounds[:2])
@@ -221,7 +241,7 @@ def test_a_slab_truncated_underneath_is_a_miss(
         (slab,) = (tmp_path / "cache").glob("*/nvme.slab")
         with slab.open("r+b") as file:
             file.truncate(4096 + SLOT_BYTES)
-        assert first + serve(engine, [replace(turn, evict=()) for turn in rounds[2:]]) == expected
+        assert_same([*first, *serve(engine, [replace(turn, evict=()) for turn in rounds[2:]])], expected)
         assert failures(engine, "short_read") > 0
 
 
@@ -249,20 +269,20 @@ def through_a_link(folder: Path) -> Path:
 def test_an_unusable_cache_directory_is_said_and_served_without(
     make: Callable[[Path], Path],
     checkpoint: Path,
-    workloads: list[tuple[list[Round], list[list[int]]]],
+    workloads: list[Workload],
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     rounds, expected = workloads[0]
     with Engine(config(checkpoint, make(tmp_path))) as engine:
         assert "nvme_slots_total" not in engine.stats()
-        assert serve(engine, rounds) == expected
+        assert_same(serve(engine, rounds), expected)
     assert "serving without the NVMe shelf" in caplog.text
 
 
 def test_a_full_disk_is_said_and_the_shelf_comes_once_there_is_room(
     checkpoint: Path,
-    workloads: list[tuple[list[Round], list[list[int]]]],
+    workloads: list[Workload],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -271,10 +291,10 @@ def test_a_full_disk_is_said_and_the_shelf_comes_once_there_is_room(
     calls = inject(monkeypatch, (Tier.NVME,), [Fault(Call.ALLOCATE, 1, Effect.ERROR, errno.ENOSPC, sticky=True)])
     with Engine(config(checkpoint, tmp_path / "cache")) as engine:
         assert "tiers.nvme.bytes" in caplog.text and "nvme_slots_total" not in engine.stats()
-        assert serve(engine, rounds[:2]) == expected[: sum(len(turn.asks) for turn in rounds[:2])]
+        assert_same(serve(engine, rounds[:2]), expected[: sum(len(turn.asks) for turn in rounds[:2])])
         calls.inject([])
         wait_for_nvme(engine)
-        assert serve(engine, rounds) == expected
+        assert_same(serve(engine, rounds), expected)
         assert engine.stats()["nvme_writes"] > 0
 
 
@@ -310,17 +330,17 @@ def test_a_second_engine_serves_without_nvme_until_the_first_one_leaves_and_then
 
 
 def test_blocks_of_another_model_of_the_same_shape_are_never_mixed(
-    checkpoint: Path, tmp_path: Path, workloads: list[tuple[list[Round], list[list[int]]]]
+    checkpoint: Path, tmp_path: Path, workloads: list[Workload]
 ) -> None:
     rounds, expected = workloads[0]
     other = make_checkpoint(tmp_path / "other", "llama", seed=1)
     with Engine(config(other, None, 512, 0)) as engine:
         other_expected = serve(engine, rounds)
-    assert other_expected != expected
-    for turn, (model, tokens) in enumerate([(checkpoint, expected), (other, other_expected)] * 2):
+    assert [item.token_ids for item in other_expected] != [item.token_ids for item in expected]
+    for turn, (model, answers) in enumerate([(checkpoint, expected), (other, other_expected)] * 2):
         with Engine(config(model, tmp_path / "cache")) as engine:
             (folder,) = [item for item in (tmp_path / "cache").iterdir() if item.is_dir()]
-            assert serve(engine, rounds) == tokens
+            assert_same(serve(engine, rounds), answers)
             if turn >= 2:
                 assert engine.stats()["promoted_nvme_hbm"] > 0, "the second turn of a model finds its first"
             assert failures(engine, "bad_row") == 0
@@ -328,16 +348,16 @@ def test_blocks_of_another_model_of_the_same_shape_are_never_mixed(
 
 
 def test_a_cache_directory_full_of_rubbish_is_served_around(
-    checkpoint: Path, tmp_path: Path, workloads: list[tuple[list[Round], list[list[int]]]]
+    checkpoint: Path, tmp_path: Path, workloads: list[Workload]
 ) -> None:
     rounds, expected = workloads[2]
     with Engine(config(checkpoint, tmp_path / "cache")) as engine:
-        assert serve(engine, rounds) == expected
+        assert_same(serve(engine, rounds), expected)
     for file in (tmp_path / "cache").glob("*/*"):
         file.write_bytes(b"rubbish" * 1000)
     with Engine(config(checkpoint, tmp_path / "cache")) as engine:
         assert engine.stats()["nvme_slots_used"] == 0
-        assert serve(engine, rounds) == expected
+        assert_same(serve(engine, rounds), expected)
 
 
 @pytest.fixture(autouse=True)

@@ -167,10 +167,11 @@ def test_the_oldest_sequence_goes_on_whatever_comes_after_it(seed: int, tmp_path
             load.arrive()
         oldest = load.oldest()
         assert oldest is not None
-        done = oldest.computed_count
+        done, preempted = oldest.computed_count, oldest.preempted_count
         load.engine.tiers.step(load.chance.randrange(0, 6))
         load.step()
         moved = oldest.computed_count > done or oldest.state is SequenceState.FINISHED
+        assert oldest.preempted_count == preempted, "the oldest yields to a later one"
         waited = waited + 1 if oldest.number == watched and not moved else 0
         watched = oldest.number
         assert waited <= 100, f"sequence {oldest.number} stands still in state {oldest.state}"
@@ -191,14 +192,16 @@ def test_reads_that_hang_for_good_cost_their_deadline_and_no_request(tmp_path: P
         load.engine.tiers.step()
         load.step()
     hang(load, Operation.READ)
-    for _ in range(2000):
+    stuck = 0
+    for turn in range(2000):
         if load.chance.random() < 0.1 and len(load.live) < 8:
             load.arrive()
         load.engine.tiers.step()
         load.step()
+        stuck = load.engine.tiers.store.transfer_count if turn == 400 else stuck
     run_until_idle(load, 1000)
     assert not load.engine.given_up and len(load.finished) > 100
-    assert 0 < load.engine.tiers.store.transfer_count <= 16, "each probe of a hung shelf costs another slot"
+    assert 0 < load.engine.tiers.store.transfer_count <= stuck, "each probe of a hung shelf costs another slot"
     load.engine.tiers.store.publish_metrics()
     assert load.engine.tiers.metrics.shelf_failures.value("nvme", "late") > 0
 

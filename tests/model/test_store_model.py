@@ -20,7 +20,7 @@ from fakes import LAYOUT, NAMESPACE, SteppedTiers, keystream
 from kvtier.block import BlockHash, Tier
 from kvtier.config import IoConfig
 from kvtier.demotion import NvmePolicy
-from kvtier.eviction import LeastRecentlyUsed
+from kvtier.eviction import POLICIES, LeastRecentlyUsed
 from kvtier.io.base import Operation
 from kvtier.io.faulty import Call, FaultyCalls, seeded_faults
 from kvtier.metrics import Metrics
@@ -181,11 +181,15 @@ def random_mishap(tiers: SteppedTiers, chance: random.Random) -> None:
 
 
 @pytest.mark.parametrize("policy", NvmePolicy)
-@pytest.mark.parametrize("seed", range(2))
-def test_every_hit_holds_its_bytes_whatever_happens_below(policy: NvmePolicy, seed: int, tmp_path: Path) -> None:
-    print("seed", seed, policy)
+@pytest.mark.parametrize(("seed", "eviction"), list(enumerate(POLICIES)))
+def test_every_hit_holds_its_bytes_whatever_happens_below(
+    policy: NvmePolicy, seed: int, eviction: str, tmp_path: Path
+) -> None:
+    print("seed", seed, policy, eviction)
     calls = FaultyCalls(seeded_faults(seed, count=60, nth_max=600))
-    tiers = SteppedTiers(tmp_path, HBM, DRAM, NVME, policy, calls, seed, queue_max=6, fetch_deadline_s=2.0)
+    tiers = SteppedTiers(
+        tmp_path, HBM, DRAM, NVME, policy, calls, seed, queue_max=6, fetch_deadline_s=2.0, eviction=POLICIES[eviction]
+    )
     oracle = Oracle(tiers.store, tiers.arena, seed)
     chance = random.Random(seed + 1)
     for _ in range(STEPS):

@@ -84,8 +84,8 @@ def start_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartServ
         return server
 
     yield start
-    for server in servers:
-        server.stop()
+    statuses = [server.stop() for server in servers]
+    assert set(statuses) <= {0, None}, f"{statuses}: a server did not stop cleanly; did a request never get its FINAL?"
 
 
 @pytest.fixture(scope="session")

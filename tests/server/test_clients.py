@@ -23,7 +23,7 @@ def vllm(
     overrides = tiny_overrides(tiny_checkpoint, tmp_path_factory.mktemp("vllm-cache")) | {"context": str(CONTEXT)}
     server = start_server(overrides, "--model-config-name=vllm")
     yield server
-    server.stop()
+    assert server.stop() == 0
 
 
 def answers(server: TritonServer, **inputs: object) -> list[Response]:

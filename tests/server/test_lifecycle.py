@@ -29,7 +29,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path) 
 def server(start_server: StartServer, repository: Path) -> Iterator[TritonServer]:
     running = start_server({}, f"--load-model={MODEL}", repository=repository)
     yield running
-    running.stop()
+    assert running.stop() == 0
 
 
 def answer(server: TritonServer) -> str:

@@ -70,9 +70,15 @@ def test_token_ids_and_chat_reach_the_model(grpc: Client) -> None:
     by_text = ask(grpc, stream=False)[0].outputs["output_ids"]
     inputs = {"input_ids": by_text[:8], "max_tokens": 4, "sampling_parameters": GREEDY}
     assert len(next(iter(grpc.infer(inputs, timeout_s=60))).outputs["output_ids"]) == 4
-    chatted = ask(grpc, "What is the capital of France?", stream=False, chat="true")[0]
-    assert chatted.outputs["num_input_tokens"] > 20, "no chat template was applied"
-    assert "Paris" in chatted.text
+    question = "What is the capital of France?"
+    plain = ask(grpc, question, stream=False)[0]
+    wrapped = ask(grpc, question, stream=False, chat="true")[0]
+    messages = json.dumps([{"role": "user", "content": question}])
+    listed = next(
+        grpc.infer({"chat": messages, "max_tokens": 24, "sampling_parameters": GREEDY, **ASKED}, timeout_s=60)
+    )
+    assert plain.outputs["num_input_tokens"] < 10 < wrapped.outputs["num_input_tokens"], "no chat template was applied"
+    assert listed.outputs["output_ids"] == wrapped.outputs["output_ids"] != plain.outputs["output_ids"]
 
 
 def test_a_repeated_prompt_comes_from_hbm(grpc: Client) -> None:

@@ -1,53 +1,316 @@
-"""Eviction: LRU order with leaves before parents, and the queue against a plain sort."""
+"""Eviction: one suite for every policy against a naive oracle, then what each policy is for."""
 
 from __future__ import annotations
 
 import random
+import typing
+from dataclasses import dataclass, field, replace
 
-from kvtier.eviction import BlockUse, EvictionQueue, LeastRecentlyUsed
+import pytest
 
+from kvtier.config import EngineConfig
+from kvtier.eviction import POLICIES, BlockUse, EvictionPolicy, EvictionQueue, LeastRecentlyUsed
+from tests.rows import block_hashes
 
-def test_of_a_chain_used_at_once_the_deepest_block_goes_first() -> None:
-    queue: EvictionQueue[str] = EvictionQueue(LeastRecentlyUsed())
-    for depth, name in enumerate("abc"):
-        queue.add(name, BlockUse(depth, last_use=1.0))
-    assert [queue.pop() for _ in range(4)] == ["c", "b", "a", None]
-
-
-def test_the_longest_unused_block_goes_first() -> None:
-    queue: EvictionQueue[str] = EvictionQueue(LeastRecentlyUsed())
-    queue.add("old", BlockUse(0, 1.0))
-    queue.add("new", BlockUse(5, 2.0))
-    queue.add("old", BlockUse(0, 3.0))
-    assert queue.coldest(2) == ["new", "old"]
-    assert queue.pop() == "new"
+EVERY = pytest.mark.parametrize("name", sorted(POLICIES))
 
 
-def test_a_higher_priority_stays_longer() -> None:
-    queue: EvictionQueue[str] = EvictionQueue(LeastRecentlyUsed())
-    queue.add("kept", BlockUse(0, 1.0, priority=1))
-    queue.add("plain", BlockUse(0, 9.0))
-    assert queue.pop() == "plain"
+@dataclass
+class Oracle:
+    """The same rules, kept the slow and obvious way: all candidates are compared at each eviction."""
+
+    policy: EvictionPolicy
+    capacity: int
+    uses: dict[bytes, BlockUse] = field(default_factory=dict)
+    idle: set[bytes] = field(default_factory=set)
+    ghosts: dict[int, tuple[bytes, float, int]] = field(default_factory=dict)
+    now: float = 0.0
+
+    def insert(self, block_hash: bytes, depth: int, now: float, priority: int) -> None:
+        self.now = max(self.now, now)
+        mark, last_use, uses = self.ghosts.get(self.place(block_hash), (b"", now, 0))
+        if mark == block_hash:
+            del self.ghosts[self.place(block_hash)]
+            use = self.uses[block_hash] = BlockUse(depth, last_use, uses, priority)
+            use.group = self.policy.group(use)
+            self.count(use, uses + 1, now)
+            use.last_use = now
+        else:
+            use = self.uses[block_hash] = BlockUse(depth, now, 1, priority)
+            use.group = self.policy.group(use)
+            self.policy.learn(None, 0.0, use.group)
+
+    def note(self, chain: list[bytes], now: float, uses: int) -> None:
+        self.now = max(self.now, now)
+        most = 0
+        for block_hash in reversed(chain):
+            if block_hash in self.uses:
+                use = self.uses[block_hash]
+                most = max(most, use.uses + uses)
+                if most > use.uses:
+                    self.count(use, most, now if uses else use.last_use)
+                use.last_use = now
+
+    def count(self, use: BlockUse, uses: int, now: float) -> None:
+        left, use.uses = use.group, uses
+        use.group = self.policy.group(use)
+        self.policy.learn(left, max(now - use.last_use, 0.0), use.group)
+
+    def place(self, block_hash: bytes) -> int:
+        return int.from_bytes(block_hash[:8], "little") % max(int(self.policy.ghost_share * self.capacity), 1)
+
+    def remove(self, block_hash: bytes) -> None:
+        use = self.uses.pop(block_hash)
+        self.idle.discard(block_hash)
+        if self.policy.ghost_share:
+            self.ghosts[self.place(block_hash)] = (block_hash, use.last_use, use.uses)
+
+    def key(self, block_hash: bytes) -> tuple[float, ...]:
+        use = self.uses[block_hash]
+        peers = [self.uses[other] for other in self.idle]
+        members = sum((other.priority, other.group) == (use.priority, use.group) for other in peers)
+        value = self.policy.value(use.group, max(self.now - use.last_use, 0.0), members / self.capacity)
+        return (use.priority, value, use.last_use, -use.depth)
+
+    def coldest(self) -> tuple[float, ...] | None:
+        return min((self.key(block_hash) for block_hash in self.idle), default=None)
 
 
-def test_random_operations_agree_with_a_sorted_dictionary() -> None:
-    rng = random.Random(7)
-    policy = LeastRecentlyUsed()
-    queue: EvictionQueue[int] = EvictionQueue(policy)
-    oracle: dict[int, tuple[float, ...]] = {}
-    for step in range(4000):
-        item = rng.randrange(60)
-        match rng.randrange(4):
-            case 0 | 1:
-                use = BlockUse(rng.randrange(5), float(step))
-                queue.add(item, use)
-                oracle[item] = policy.key(use)
-            case 2:
-                queue.discard(item)
-                oracle.pop(item, None)
-            case 3:
-                expected = min(oracle, key=lambda i: oracle[i], default=None)
-                assert queue.pop() == expected
-                oracle.pop(expected, None)  # type: ignore[arg-type]
-        assert len(queue) == len(oracle)
-        assert queue.coldest(5) == sorted(oracle, key=lambda i: oracle[i])[:5]
+class Machine:
+    """One run: the same random operation on both."""
+
+    def __init__(self, name: str, seed: int) -> None:
+        self.chance = random.Random(seed)
+        self.capacity = self.chance.randint(4, 24)
+        self.queue = EvictionQueue(POLICIES[name], self.capacity)
+        self.oracle = Oracle(POLICIES[name](self.capacity), self.capacity)
+        self.chains = [block_hashes(6, chain) for chain in range(8)]
+        self.now = 0.0
+        self.evicted = self.returned = 0
+
+    def step(self) -> None:
+        self.now += self.chance.choice([0.0, 0.0, 0.1, 3.0, 40.0])
+        self.chance.choice(
+            [self.insert, self.insert, self.use, self.use, self.hold, self.let_go, self.pop, self.drop]
+        )()
+        assert len(self.queue) == len(self.oracle.idle)
+        self.queue.check()
+
+    def chain(self) -> list[bytes]:
+        return self.chance.choice(self.chains)[: self.chance.randint(1, 6)]
+
+    def insert(self) -> None:
+        for depth, block_hash in enumerate(self.chain()):
+            if block_hash in self.oracle.uses:
+                continue
+            if len(self.oracle.uses) == self.capacity:
+                self.pop()
+            if len(self.oracle.uses) < self.capacity:
+                self.returned += self.oracle.ghosts.get(self.oracle.place(block_hash), (b"",))[0] == block_hash
+                priority = int(self.chance.random() < 0.1)
+                self.queue.insert(block_hash, depth, self.now, priority)
+                self.oracle.insert(block_hash, depth, self.now, priority)
+                self.queue.set_idle([block_hash])
+                self.oracle.idle.add(block_hash)
+
+    def use(self) -> None:
+        chain, back_s = self.chain(), self.chance.choice([0.0, 0.0, 5.0])
+        if self.chance.random() < 0.6:
+            self.queue.touch(chain, self.now)
+            self.oracle.note(chain, self.now, 1)
+        else:
+            self.queue.stamp(chain, self.now - back_s)
+            self.oracle.note(chain, self.now - back_s, 0)
+        for block_hash in chain:
+            if block_hash in self.oracle.uses and self.chance.random() < 0.2:
+                assert replace(self.queue.use_of(block_hash)) == self.oracle.uses[block_hash]
+
+    def hold(self) -> None:
+        here = [block_hash for block_hash in self.chain() if block_hash in self.oracle.uses]
+        self.queue.set_busy(here)
+        self.oracle.idle -= set(here)
+
+    def let_go(self) -> None:
+        here = [block_hash for block_hash in self.chain() if block_hash in self.oracle.uses]
+        self.queue.set_idle(here)
+        self.oracle.idle |= set(here)
+
+    def drop(self) -> None:
+        if self.oracle.uses and self.chance.random() < 0.3:
+            block_hash = self.chance.choice(sorted(self.oracle.uses))
+            self.queue.remove(block_hash)
+            self.oracle.remove(block_hash)
+
+    def pop(self) -> None:
+        count = self.chance.choice([0, 1, 1, 2, 5])
+        foreseen = self.queue.coldest(count)
+        gone = self.queue.pop(count)
+        assert gone == foreseen and len(gone) == min(count, len(self.oracle.idle))
+        for block_hash in gone:
+            assert block_hash in self.oracle.idle, "evicted what was in use"
+            assert self.oracle.key(block_hash) == self.oracle.coldest(), "not the coldest"
+            self.oracle.remove(block_hash)
+        self.evicted += len(gone)
+
+
+@EVERY
+def test_the_queue_agrees_with_the_oracle_whatever_happens(name: str) -> None:
+    evicted = returned = 0
+    for seed in range(12):
+        machine = Machine(name, seed)
+        for _ in range(700):
+            machine.step()
+        evicted += machine.evicted
+        returned += machine.returned
+    assert evicted > 1000, "the runs must evict, or they prove nothing"
+    assert (returned > 300) == (POLICIES[name](1).ghost_share > 0), "and meet ghosts again"
+
+
+def grown(name: str, capacity: int, seed: int = 0, requests: int = 3000) -> EvictionQueue:
+    """A full queue that has seen conversations grow, so that a policy that learns has learned."""
+    chance = random.Random(seed)
+    queue = EvictionQueue(POLICIES[name], capacity)
+    conversations = [0] * 40
+    now = 0.0
+    for _ in range(requests):
+        now += chance.expovariate(1.0)
+        number = chance.randrange(len(conversations))
+        again = conversations[number] and chance.random() < 0.7
+        conversations[number] = conversations[number] if again else chance.randrange(1 << 40)
+        request(queue, block_hashes(2 + chance.randrange(8), conversations[number]), now)
+    return queue
+
+
+def request(queue: EvictionQueue, chain: list[bytes], now: float, priority: int = 0) -> int:
+    """One prompt as a shelf sees it; returns its leading hits."""
+    here = [is_here(queue, block_hash) for block_hash in chain]
+    queue.touch(chain, now)
+    missing = here.count(False)
+    queue.pop(missing - (queue._capacity - len(queue._uses)))
+    for depth, block_hash in enumerate(chain):
+        if not here[depth]:
+            queue.insert(block_hash, depth, now, priority)
+            queue.set_idle([block_hash])
+    queue.stamp(chain, now)
+    return (*here, False).index(False)
+
+
+def is_here(queue: EvictionQueue, block_hash: bytes) -> bool:
+    return block_hash in queue  # nothing is held in these runs
+
+
+@EVERY
+def test_of_a_chain_used_at_once_no_block_goes_before_one_behind_it(name: str) -> None:
+    for seed in range(3):
+        queue = grown(name, 60, seed)
+        uses = {block_hash: replace(queue.use_of(block_hash)) for block_hash in queue.coldest(len(queue))}
+        order = queue.pop(len(queue))
+        for chain_at in {use.last_use for use in uses.values()}:
+            depths = [uses[block_hash].depth for block_hash in order if uses[block_hash].last_use == chain_at]
+            assert depths == sorted(depths, reverse=True)
+        assert len(order) == 60 and len({use.group for use in uses.values()}) >= 1
+
+
+@EVERY
+def test_a_higher_priority_stays_longer_whatever_its_age(name: str) -> None:
+    queue = grown(name, 60)
+    kept = block_hashes(3, 99)
+    queue.pop(3)
+    for depth, block_hash in enumerate(kept):
+        queue.insert(block_hash, depth, 0.0, priority=1)
+        queue.set_idle([block_hash])
+    assert queue.pop(60)[57:] == kept[::-1]
+
+
+@EVERY
+def test_what_is_held_is_never_evicted_and_comes_back_in_its_place(name: str) -> None:
+    queue = grown(name, 60)
+    order = queue.coldest(60)
+    queue.set_busy(order[:20])
+    held = queue.coldest(60)
+    assert set(held) == set(order[20:])
+    queue.set_idle(order[:20])
+    assert queue.coldest(60) == order
+    queue.set_busy(order)
+    assert queue.pop(60) == [] and len(queue) == 0
+
+
+@EVERY
+def test_memory_is_bounded_however_long_it_runs(name: str) -> None:
+    capacity = 50
+    queue = grown(name, capacity, requests=200)
+    for number in range(3000):
+        request(queue, block_hashes(6, number % 300), 1e4 + number)
+        queue.touch(block_hashes(6, number % 300), 1e4 + number)  # hits alone, never applied by an eviction
+        assert len(queue._notes) <= capacity and queue._noted_count <= capacity + 64
+        entries = sum(len(group.entries) for groups in queue._ranks.values() for group in groups.values())
+        assert entries <= 2 * capacity + 64 * 5 + queue._noted_count
+    assert len(queue._uses) == capacity
+    assert len(queue._ghosts) <= queue._policy.ghost_share * capacity
+    queue.check()
+
+
+@EVERY
+def test_the_same_uses_give_the_same_order(name: str) -> None:
+    assert grown(name, 40).pop(40) == grown(name, 40).pop(40)
+
+
+@EVERY
+def test_a_use_is_noted_and_changes_nothing_until_somebody_asks(name: str) -> None:
+    queue = grown(name, 60)
+    first = queue.coldest(60)[0]
+    stamp = queue._stamp
+    queue.touch([first], 1e6)
+    assert queue._stamp == stamp
+    assert queue.use_of(first).last_use == 1e6 and queue.coldest(1) != [first]
+
+
+def test_lru_evicts_the_longest_unused_first() -> None:
+    queue = EvictionQueue(LeastRecentlyUsed, 3)
+    old, new, newer = block_hashes(3)
+    for now, block_hash in enumerate((old, new, newer)):
+        queue.insert(block_hash, 0, float(now))
+        queue.set_idle([block_hash])
+    queue.touch([old], 3.0)
+    assert queue.pop(5) == [new, newer, old]
+
+
+def test_a_scan_passes_through_a_tenth_of_s3fifo_and_leaves_the_rest() -> None:
+    for name, survivors in (("s3fifo", 40), ("lru", 0)):
+        queue = EvictionQueue(POLICIES[name], 50)
+        kept = block_hashes(40)
+        request(queue, kept, 0.0)
+        request(queue, kept, 1.0)
+        for number in range(100):
+            request(queue, block_hashes(5, 1000 + number), 2.0 + number)
+        assert sum(is_here(queue, block_hash) for block_hash in kept) == survivors, name
+
+
+def test_a_block_that_had_gone_and_comes_back_counts_its_earlier_uses() -> None:
+    for name, uses in (("lru", 1), ("s3fifo", 2), ("reuse", 2)):
+        queue = EvictionQueue(POLICIES[name], 4)
+        (block_hash,) = block_hashes(1)
+        for now in (0.0, 9.0):
+            queue.insert(block_hash, 0, now)
+            assert queue.use_of(block_hash).last_use == now
+            if now == 0.0:
+                queue.remove(block_hash)
+        assert queue.use_of(block_hash).uses == uses, name
+
+
+def test_a_block_counts_as_used_at_least_as_often_as_those_behind_it() -> None:
+    queue = EvictionQueue(POLICIES["reuse"], 4)
+    chain = block_hashes(3)
+    for depth in (1, 2):
+        queue.insert(chain[depth], depth, 0.0)
+    queue.touch(chain, 1.0)
+    queue.touch(chain, 2.0)
+    queue.insert(chain[0], 0, 3.0)  # forgotten meanwhile
+    queue.stamp(chain, 4.0)
+    assert [queue.use_of(block_hash).uses for block_hash in chain] == [3, 3, 3]
+
+
+def test_the_configuration_offers_every_policy() -> None:
+    field_type = EngineConfig.model_fields["eviction"].annotation
+    assert set(typing.get_args(field_type)) == set(POLICIES)
+    assert {policy(8).name for policy in POLICIES.values()} == set(POLICIES)

@@ -173,6 +173,18 @@ def test_a_running_sequence_preempts_later_ones_though_an_unrelated_write_hangs(
     assert young.preempted_count > 0
 
 
+def test_a_running_sequence_does_not_wait_for_ever_for_transfers_that_keep_coming(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path, hbm=4, dram=0)
+    engine.tiers.store.awaits_slots = lambda _: True  # type: ignore[method-assign]
+    old, young = add(engine, 0, BLOCK, output_max=3 * BLOCK), add(engine, 1, BLOCK, output_max=2 * BLOCK + 1)
+    now = 0.0
+    while old.state is not SequenceState.FINISHED:
+        step(engine, now)
+        now += 0.1
+        assert now < 4 * BLOCK * 0.1 + 4 * PATIENCE_S
+    assert young.preempted_count > 0 and old.preempted_count == 0
+
+
 def test_time_spent_behind_others_does_not_count_as_a_stall(tmp_path: Path) -> None:
     engine = make_engine(tmp_path, hbm=4, dram=4)
     engine.tiers.io[Tier.DRAM].hanging = {Operation.WRITE}

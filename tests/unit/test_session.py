@@ -54,7 +54,7 @@ def test_an_answer_that_ends_by_length_shows_the_text_that_was_held_back(tokeniz
 def test_the_token_that_stops_adds_no_text_but_what_was_held_back_is_shown(tokenizer: Tokenizer) -> None:
     session = make_session(tokenizer, "land ahoy")
     shown = "".join(session.take(token, None, 11.0)[0] for token in tokenizer.encode("sea land"))
-    text, reason = session.take(2, FinishReason.STOP, 11.0)
+    text, reason = session.take(tokenizer.encode("x")[0], FinishReason.STOP, 11.0)
     assert shown + text == "sea land" and reason is FinishReason.STOP
 
 
