@@ -112,11 +112,16 @@ def _add_shelves(
     assert nvme.path is not None
     path: Path = nvme.path
 
+    said = ""
+
     def opener(wait_s: float = 0.0) -> Shelf | None:
+        nonlocal said
         try:
             return open_nvme_shelf(layout, namespace, path, nvme_bytes, config.io, wake, wait_s, policy=policy)
-        except ShelfError as error:
-            _log.warning("serving without the NVMe shelf, trying again: %s", error)
+        except (ShelfError, OSError) as error:
+            if str(error) != said:
+                said = str(error)
+                _log.warning("serving without the NVMe shelf, trying again: %s", error)
             return None
 
     nvme_bytes = _resolve(nvme.bytes, free_disk_bytes(path))

@@ -106,11 +106,11 @@ def layout_name(layout: KVLayout) -> str:
 def free_disk_bytes(path: Path) -> int:
     """Bytes that a cache directory at `path` may take: what is free on its disk and what it has already."""
     existing = path
-    while not existing.exists() and existing != existing.parent:
+    while not os.path.exists(existing) and existing != existing.parent:
         existing = existing.parent
     disk = os.statvfs(existing)
     used = 0
-    if path.is_dir():
+    with contextlib.suppress(OSError):  # what is there cannot be seen: opening it will say why
         top = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             used = sum(_folder_bytes(top, name) for name in os.listdir(top))

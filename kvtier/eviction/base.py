@@ -30,8 +30,9 @@ class BlockUse:
 class EvictionPolicy(Protocol):
     """Ranks the blocks of one tier: the lowest value goes first; of equal ones the longest unused, then the deepest.
 
-    A policy MUST never rank a block below one behind it in its chain that was last used together with it, since only
-    leading runs count. It may rely on the first having at least as many uses.
+    Two rules bind every policy. A value MUST NOT grow with age, so that a group's first is its longest unused. And a
+    block MUST NOT be worth less than one behind it in its chain that was last used together with it, since only leading
+    runs count; a policy may rely on the former having at least as many uses.
     """
 
     name: str
@@ -39,10 +40,10 @@ class EvictionPolicy(Protocol):
     """How many blocks that are gone shall be remembered, as a multiple of the tier's capacity."""
 
     def group(self, use: BlockUse) -> int:
-        """The group of a block that was used like this; within a group the longest unused goes first."""
+        """The group of a block that was used like this."""
 
     def value(self, group: int, age_s: float, share: float) -> float:
-        """Worth of keeping the longest unused candidate of a group: unused for `age_s`, one of `share` x capacity."""
+        """Worth of keeping a candidate of a group, unused for `age_s` and one of `share` x capacity."""
 
     def learn(self, left: int | None, idle_s: float, entered: int) -> None:
         """A block was used and `entered` a group, after `idle_s` in group `left`, kept till then or not (None: new)."""

@@ -57,10 +57,14 @@ class ExpectedReuse:
             self._entries = [count * self._decay for count in self._entries]
 
     def _evaluate(self) -> list[list[float]]:
-        """Values by group and bucket: never lower for more uses, so that no block outlives one it stands on."""
+        """Values by group and bucket: never more for age or for fewer uses, so that no block outlives one it stands on.
+
+        Where the index itself rises with age, just before blocks usually come back, giving that up cost no hits.
+        """
         reuses, entries = np.array(self._reuses), np.array(self._entries)
         prior = PRIOR_REUSE / BUCKET_COUNT
         common = (reuses.sum(axis=0) + prior) / (entries.sum() + 1.0)
         index = reuse_index(reuses + SHRINK_ENTRIES * common, entries + SHRINK_ENTRIES)
-        values: list[list[float]] = np.maximum.accumulate(index, axis=0).tolist()
+        falling = np.minimum.accumulate(index, axis=1)
+        values: list[list[float]] = np.maximum.accumulate(falling, axis=0).tolist()
         return values

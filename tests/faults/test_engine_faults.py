@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import functools
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from workloads import Collector, Recorder, Round, check_each_step, make_workload
 
 from kvtier import Engine, EngineConfig, SamplingParams
 from kvtier.block import KVLayout, Tier
+from kvtier.cache_directory import free_disk_bytes
 from kvtier.io.faulty import Call, Effect, Fault, FaultyCalls
 from kvtier.shelf import Shelf
 from kvtier.shelves import open_dram_shelf, open_nvme_shelf
@@ -278,6 +280,33 @@ def test_an_unusable_cache_directory_is_said_and_served_without(
         assert "nvme_slots_total" not in engine.stats()
         assert_same(serve(engine, rounds), expected)
     assert "serving without the NVMe shelf" in caplog.text
+
+
+def test_any_trouble_of_the_disk_while_opening_is_said_once_and_served_without(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tries: list[float] = []
+
+    def failing(*_: object, **__: object) -> None:
+        tries.append(time.monotonic())
+        raise OSError(errno.EIO, "the disk is ill")
+
+    monkeypatch.setattr("kvtier.assembly.open_nvme_shelf", failing)
+    with Engine(config(checkpoint, tmp_path / "cache")) as engine:
+        while len(tries) < 4:
+            assert len(engine.generate([[5]], SamplingParams(max_tokens=1))[0].token_ids) == 1
+    assert caplog.text.count("serving without the NVMe shelf") == 1
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody who may read nothing")
+def test_a_cache_directory_that_may_not_even_be_looked_at_has_no_bytes(tmp_path: Path) -> None:
+    (tmp_path / "closed" / "cache").mkdir(parents=True)
+    (tmp_path / "closed").chmod(0o700)
+    os.seteuid(65534)
+    try:
+        assert free_disk_bytes(tmp_path / "closed" / "cache") > 0
+    finally:
+        os.seteuid(0)
 
 
 def test_a_full_disk_is_said_and_the_shelf_comes_once_there_is_room(

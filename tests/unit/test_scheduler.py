@@ -10,7 +10,7 @@ from fakes import LAYOUT, SteppedEngine, SteppedTiers, make_sequence
 from kvtier.block import Tier
 from kvtier.io.base import Operation
 from kvtier.request import FinishReason, Origin
-from kvtier.scheduler import PATIENCE_S, STALL_S, Scheduler, SchedulerLimits
+from kvtier.scheduler import STALL_S, Scheduler, SchedulerLimits
 from kvtier.sequence import Sequence, SequenceState
 
 BLOCK = LAYOUT.block_tokens
@@ -169,7 +169,7 @@ def test_a_running_sequence_preempts_later_ones_though_an_unrelated_write_hangs(
         engine.tiers.step()
         step(engine, now)
         now += 0.1
-        assert now < 100.0 + 4 * BLOCK * 0.1 + 6 * PATIENCE_S, "it waits for a write that never ends"
+        assert now < 110.0, "it waits for a write that never ends"
     assert young.preempted_count > 0
 
 
@@ -181,7 +181,7 @@ def test_a_running_sequence_does_not_wait_for_ever_for_transfers_that_keep_comin
     while old.state is not SequenceState.FINISHED:
         step(engine, now)
         now += 0.1
-        assert now < 4 * BLOCK * 0.1 + 4 * PATIENCE_S
+        assert now < 10.0
     assert young.preempted_count > 0 and old.preempted_count == 0
 
 
