@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import enum
 import itertools
-import math
 from dataclasses import dataclass
 
 from kvtier.block import BlockHash, Tier
@@ -23,6 +22,9 @@ WISHES_MAX = 65536
 BATCH_ROWS = 64
 RETRY_S = 0.1
 """A shelf that has refused a write is asked again after this long, or once one of its writes has ended."""
+BACK_S = 0.02
+BACK_ROWS = 256
+"""With policy `back`, this many of the coldest DRAM rows are looked at so often."""
 BACK_SHARE = 0.9
 """With policy `back`, DRAM rows are copied to NVMe once this share of the DRAM shelf is used."""
 
@@ -67,6 +69,7 @@ class Demoter:
         self._writes: dict[tuple[Tier, int], _Write] = {}
         self._writing: dict[Tier, set[BlockHash]] = {Tier.DRAM: set(), Tier.NVME: set()}
         self._retry_at = {Tier.DRAM: 0.0, Tier.NVME: 0.0}
+        self._back_at = 0.0
         self.dropped_count = 0
 
     @property
@@ -74,11 +77,12 @@ class Demoter:
         """Rows being written."""
         return len(self._writes)
 
-    @property
-    def newest_at(self) -> float:
-        """When the last write in flight that holds a slot of HBM was started; -inf if there is none."""
-        writes = reversed(self._writes.values())
-        return next((write.started_at for write in writes if write.slot is not None), -math.inf)
+    def frees_slots(self, since: float) -> bool:
+        """A write started after `since` is all that holds some slot of HBM: it becomes evictable when the write ends."""
+        return any(
+            write.started_at > since and write.slot is not None and self._resident.holds(write.slot) == 1
+            for write in self._writes.values()
+        )
 
     @property
     def wish_count(self) -> int:
@@ -109,7 +113,7 @@ class Demoter:
 
     def pump(self, now: float) -> None:
         """Start as many wished writes as the shelves take, and wish for what the policy wants."""
-        self._wish_back()
+        self._wish_back(now)
         for tier in (Tier.DRAM, Tier.NVME):
             while self._wishes[tier] and now >= self._retry_at[tier] and self._start(tier, now):
                 pass
@@ -124,8 +128,7 @@ class Demoter:
             slot = self._resident.find(write.block_hash)
             if slot is not None:  # the row is as old as the block, or writing late would make it outlive its parents
                 self._shelves[tier].stamp([write.block_hash], self._resident.last_use(slot))
-            self._metrics.demoted_blocks.add(1, source.value, tier.value)
-            self._metrics.demoted_bytes.add(done.moved_bytes, source.value, tier.value)
+            self._metrics.moved(source, tier, 1, done.moved_bytes)
             self._metrics.transfer_seconds.observe(done.duration_ns / 1e9, source.value, tier.value)
 
     def drain(self, tier: Tier, give_up: bool) -> bool:
@@ -199,11 +202,13 @@ class Demoter:
         self._resident.release([write.slot])
         return Tier.HBM
 
-    def _wish_back(self) -> None:
+    def _wish_back(self, now: float) -> None:
+        """Policy `back`: keep the coldest DRAM rows copied, a bounded number ahead of their eviction."""
         dram, nvme = self._shelves.get(Tier.DRAM), self._shelves.get(Tier.NVME)
-        if self._policy is not NvmePolicy.BACK or dram is None or nvme is None:
+        if self._policy is not NvmePolicy.BACK or dram is None or nvme is None or now < self._back_at:
             return
-        excess = dram.used_count - int(BACK_SHARE * dram.slot_count)
+        self._back_at = now + BACK_S
+        excess = min(dram.used_count - int(BACK_SHARE * dram.slot_count), BACK_ROWS)
         if excess > 0:
             for record in dram.coldest(excess):
                 self.wish(Tier.NVME, record.block_hash, record.depth)

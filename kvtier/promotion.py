@@ -7,7 +7,6 @@ Owned by the store, runs on the engine thread; the shelves' workers move the byt
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -27,6 +26,8 @@ class Fetch:
     """Where each block came from; None while it is under way or once it is lost."""
     pending: set[int]
     """Places still under way."""
+    sources: dict[int, Tier]
+    """For each place that was cold: the tier it is, or was, read from."""
     deadline: float
     """Monotonic seconds after which what is still pending counts as a miss."""
     closed: bool = False
@@ -61,17 +62,17 @@ class Promoter:
         self._metrics = metrics
         self._by_hash: dict[BlockHash, _Arrival] = {}
         self._by_ticket: dict[tuple[Tier, int], _Arrival] = {}
-        self.late_count = 0
+        self.late_counts = dict.fromkeys(Tier, 0)
+        """Blocks that came too late for their sequence, by the tier they were read from."""
 
     @property
     def arriving_count(self) -> int:
         """Blocks under way."""
         return len(self._by_hash)
 
-    @property
-    def newest_at(self) -> float:
-        """When the last of those under way was asked for; -inf if there are none."""
-        return next(reversed(self._by_hash.values())).started_at if self._by_hash else -math.inf
+    def frees_slots(self, since: float) -> bool:
+        """A read started after `since` for nobody any more is under way: its slot becomes evictable when it ends."""
+        return any(a.started_at > since and self._resident.holds(a.slot) == 1 for a in self._by_hash.values())
 
     def fetch(self, hashes: Sequence[BlockHash], block_total: int, now: float) -> Fetch | None:
         """Claim the longest run of `hashes` that HBM and the shelves hold, and start reading what is cold.
@@ -79,7 +80,7 @@ class Promoter:
         `block_total`: slots the sequence will want in all; None is returned, with nothing claimed, unless that many
         could be had now. `hashes[i]` must be at depth i.
         """
-        plan = self._plan(hashes)
+        plan = self._plan(hashes, now)
         near = [slot for slot, _ in plan if slot is not None]
         self._resident.hold(near)
         fresh_count = len(plan) - len(near)
@@ -88,7 +89,7 @@ class Promoter:
             return None
         fresh = self._resident.allocate(fresh_count)
         assert fresh is not None
-        fetch = Fetch([], [], set(), now + self._deadline_s)
+        fetch = Fetch([], [], set(), {}, now + self._deadline_s)
         reads: dict[Tier, list[tuple[_Arrival, Record]]] = {}
         for depth, (slot, record) in enumerate(plan):
             if record is not None:
@@ -107,6 +108,7 @@ class Promoter:
             if joined:
                 joined.waiting.append((fetch, depth))
                 fetch.pending.add(depth)
+                fetch.sources[depth] = joined.tier
         self._resident.touch([s for s, origin in zip(fetch.slots, fetch.origins, strict=True) if origin], now)
         for tier, items in reads.items():
             self._submit(tier, items)
@@ -115,7 +117,8 @@ class Promoter:
     def settle(self, fetch: Fetch) -> tuple[list[int], list[Tier]]:
         """End a fetch: slots and origins of the leading run that is there, its holds now the caller's."""
         fetch.closed = True
-        self.late_count += len(fetch.pending)
+        for place in fetch.pending:
+            self.late_counts[fetch.sources[place]] += 1
         run = 0
         while run < len(fetch.slots) and fetch.origins[run] is not None:
             run += 1
@@ -140,8 +143,7 @@ class Promoter:
                 fetch.origins[place] = tier
                 fetch.pending.discard(place)
         self._resident.release([self._resident.seal(arrival.slot, arrival.block_hash, arrival.depth, now)])
-        self._metrics.promoted_blocks.add(1, tier.value, Tier.HBM.value)
-        self._metrics.promoted_bytes.add(done.moved_bytes, tier.value, Tier.HBM.value)
+        self._metrics.moved(tier, Tier.HBM, 1, done.moved_bytes)
         self._metrics.transfer_seconds.observe(done.duration_ns / 1e9, tier.value, Tier.HBM.value)
         return arrival.block_hash, arrival.depth
 
@@ -149,14 +151,19 @@ class Promoter:
         """One entry for each hold that arrivals have (for `Store.check`)."""
         return [arrival.slot for arrival in self._by_hash.values()]
 
-    def _plan(self, hashes: Sequence[BlockHash]) -> list[tuple[int | None, tuple[Tier, Record] | None]]:
-        """For each block of the leading run either its slot (resident or arriving) or its record on a shelf."""
+    def _plan(self, hashes: Sequence[BlockHash], now: float) -> list[tuple[int | None, tuple[Tier, Record] | None]]:
+        """For each block of the leading run either its slot (resident or arriving) or its record on a shelf.
+
+        A read that has hung longer than anybody would wait for it ends the run.
+        """
         plan: list[tuple[int | None, tuple[Tier, Record] | None]] = []
         while len(plan) < len(hashes):
             block_hash = hashes[len(plan)]
             slot = self._resident.find(block_hash)
-            if slot is None and block_hash in self._by_hash:
-                slot = self._by_hash[block_hash].slot
+            if slot is None and (arrival := self._by_hash.get(block_hash)) is not None:
+                if now - arrival.started_at >= self._deadline_s:
+                    break
+                slot = arrival.slot
             if slot is not None:
                 plan.append((slot, None))
                 continue

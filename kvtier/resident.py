@@ -67,6 +67,10 @@ class ResidentBlocks:
         """When a slot's sealed block was last used."""
         return self._prefix.last_use(slot)
 
+    def holds(self, slot: int) -> int:
+        """How many hold a slot."""
+        return self._pool.holds(slot)
+
     def hold(self, slots: Sequence[int]) -> None:
         """One more hold on each slot (held or idle, never free)."""
         self._pool.retain(slots)

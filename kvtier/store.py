@@ -87,8 +87,9 @@ class Store:
         return self.transfer_count > 0
 
     def awaits_slots(self, now: float) -> bool:
-        """A transfer that holds a slot of HBM and is not overdue is in flight: waiting a little may give slots."""
-        return now - max(self._promoter.newest_at, self._demoter.newest_at) < OVERDUE_S
+        """A transfer that alone holds a slot of HBM, and is not overdue, is in flight: waiting a little gives slots."""
+        since = now - OVERDUE_S
+        return self._promoter.frees_slots(since) or self._demoter.frees_slots(since)
 
     def address(self, slot: int) -> int:
         """Base address of a slot's row."""
@@ -174,9 +175,9 @@ class Store:
                 grown = self._growth((tier.value, reason), stats[reason])
                 if grown:
                     metrics.shelf_failures.add(grown, tier.value, reason)
-        late = self._growth(("fetch", "late"), self._promoter.late_count)
-        if late:
-            metrics.shelf_failures.add(late, Tier.NVME.value, "late")
+            late = self._growth((tier.value, "late"), stats["late"] + self._promoter.late_counts[tier])
+            if late:
+                metrics.shelf_failures.add(late, tier.value, "late")
 
     def stats(self) -> dict[str, int]:
         """Plain numbers of the moment, for `Engine.stats`."""

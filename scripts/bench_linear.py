@@ -11,6 +11,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -21,8 +22,8 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from kvtier.attention import make_backend  # noqa: E402
-from kvtier.models.ops import make_ops  # noqa: E402
+from kvtier.attention import make_backend
+from kvtier.models.ops import make_ops
 
 SHAPES = ((576, 960), (576, 3072), (1536, 576), (576, 49152))
 """(in, out) of SmolLM2-135M: qkv, gate and up, down, head."""
@@ -46,8 +47,8 @@ def main() -> int:
                 x = torch.randn(rows, inner).bfloat16()
                 turns: tuple[list[float], list[float]] = ([], [])
                 for _ in range(options.rounds + 1):
-                    turns[0].append(_seconds(lambda weight, x=x: F.linear(x, weight), weights))
-                    turns[1].append(_seconds(lambda weight, x=x: ops.linear(x, weight, None), weights))
+                    turns[0].append(_seconds(partial(F.linear, x), weights))
+                    turns[1].append(_seconds(partial(ops.linear, x, bias=None), weights))
                 ours, torchs = median(turns[1][1:]), median(turns[0][1:])
                 rates = [2e-9 * inner * outer / seconds for seconds in (torchs, ours)]
                 table.add_row(

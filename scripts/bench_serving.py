@@ -207,11 +207,12 @@ def measure_decode(
                     systems[TRANSFORMERS] = StaticDecode(model, prompts, settings.output_tokens, advance)
             rates: dict[str, list[float]] = {system: [] for system in systems}
             with stage(progress, f"decode, {name}", settings.rounds * len(systems)) as advance:
-                for _ in range(settings.rounds):
+                for turn in range(settings.rounds):
                     last_tokens = workload.last_tokens(batch)
-                    for system, runner in systems.items():
+                    order = list(systems) if turn % 2 == 0 else list(reversed(systems))
+                    for system in order:
                         time.sleep(REST_S)
-                        rates[system].append(runner.run(last_tokens, settings.output_tokens)[0])
+                        rates[system].append(systems[system].run(last_tokens, settings.output_tokens)[0])
                         advance(1)
             kv_bytes = (context + settings.output_tokens // 2) * workload.layout.token_bytes
             limit = decode_limit(workload.weights_bytes, kv_bytes, batch, found.read_bytes_s)

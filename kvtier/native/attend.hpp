@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cmath>
+#include <type_traits>
 
 #include "ahead.hpp"
 
@@ -21,8 +22,11 @@ struct Partial {
     Partial at(long row) const { return {acc + row * stride, top + row * step, total + row * step, stride, step}; }
 };
 
-template <class T>
+template <class T, class Unit>
 class TileTask {
+    static constexpr bool ON_UNIT = Unit::PRESENT && std::is_same<T, bf16>::value;
+    static constexpr int BLOCK_ROWS = 16;  // rows computed together at most
+
   public:
     TileTask(const AttendArguments& arguments, const AttendTasks& tasks, float* scratch)
         : arguments_(arguments), tasks_(tasks), rows_(arguments.rows), dim_(rows_.dim), width_(padded(dim_)),
@@ -37,19 +41,35 @@ class TileTask {
         keys_ = take(long(width_) * SPAN);
         values_ = take(long(width_) * SPAN);
         zeros_ = take(width_);
-        scores_ = take(TILE_ROWS * SPAN);
-        span_ = {take(TILE_ROWS * width_), take(TILE_ROWS), take(TILE_ROWS), width_, 1};
+        scores_ = take(padded(tasks.tile_rows_max) * SPAN);
+        span_ = {take(BLOCK_ROWS * width_), take(tasks.tile_rows_max), take(tasks.tile_rows_max), width_, 1};
         for (int i = 0; i < width_; ++i) zeros_[i] = 0.0f;
+        if constexpr (ON_UNIT) unit_.place(take(0), dim_, tasks.tile_rows_max);
     }
 
     static long scratch_floats(const AttendArguments& arguments, const AttendTasks& tasks) {
         const long width = padded(arguments.rows.dim), rows = tasks.tile_rows_max;
-        return 2 * rows * width + 2 * (rows + 16) + (2 * SPAN + 1 + TILE_ROWS) * width + TILE_ROWS * SPAN + 8 * 16;
+        const long own = 2 * rows * width + 4 * (rows + 16) + (2 * SPAN + 1 + BLOCK_ROWS) * width + padded(int(rows)) * SPAN + 8 * 16;
+        if constexpr (ON_UNIT) return own + Unit::scratch_floats(arguments.rows.dim, tasks.tile_rows_max);
+        return own;
     }
 
     void run(Task task) {
         tile_ = &tasks_.tiles[task.tile];
         table_ = arguments_.tables + tile_->sequence * arguments_.table_stride;
+        rows_count_ = tile_->queries * group_heads_;
+        if constexpr (ON_UNIT) {
+            if (arguments_.q_type == Type::bf16 && rows_count_ > TILE_ROWS) {
+                const typename Unit::Claim claim;
+                use_unit_ = true;
+                return run_spans(task);
+            }
+        }
+        run_spans(task);
+    }
+
+  private:
+    void run_spans(Task task) {
         load_queries();
         const int spans = tile_->end_span - tile_->first_span;
         if (tile_->groups == 1) {
@@ -60,28 +80,28 @@ class TileTask {
         }
         const int begin = int(long(spans) * task.group / tile_->groups);
         const int end = int(long(spans) * (task.group + 1) / tile_->groups);
-        const int rows = tile_->queries * group_heads_;
         for (int span = begin; span < end; ++span) {
-            const Partial partial = stored(long(span) * rows);
+            const Partial partial = stored(long(span) * rows_count_);
             attend_span(span, &partial);
         }
         if (__atomic_sub_fetch(&tile_->open_groups, 1, __ATOMIC_ACQ_REL) == 0) {  // the last one folds all, in order
             clear(state_);
             for (int span = 0; span < spans; ++span) {
-                for (int row = 0; row < rows; ++row) fold(stored(long(span) * rows + row), row);
+                for (int row = 0; row < rows_count_; row += BLOCK_ROWS) {
+                    fold(stored(long(span) * rows_count_ + row), row, smaller(BLOCK_ROWS, rows_count_ - row));
+                }
             }
             write_result();
         }
     }
 
-  private:
     Partial stored(long row) const {
         float* start = tasks_.partials + (tile_->partial_row + row) * (width_ + 2);
         return {start, start + width_, start + width_ + 1, width_ + 2, width_ + 2};
     }
 
     void clear(const Partial& partial) const {
-        for (int row = 0; row < tile_->queries * group_heads_; ++row) {
+        for (int row = 0; row < rows_count_; ++row) {
             const Partial one = partial.at(row);
             for (int i = 0; i < width_; ++i) one.acc[i] = 0.0f;
             *one.top = -INFINITY;
@@ -91,14 +111,17 @@ class TileTask {
 
     // q times scale as fp32 [query, head of the group, dim padded with zeros].
     void load_queries() {
-        for (int row = 0; row < tile_->queries * group_heads_; ++row) {
+        for (int row = 0; row < rows_count_; ++row) {
             const long token = tile_->first_token + row / group_heads_;
             const long head = long(tile_->kv_head) * group_heads_ + row % group_heads_;
             const long from = token * arguments_.q_token_stride + head * arguments_.q_head_stride;
             float* to = q_ + long(row) * width_;
             switch (arguments_.q_type) {
                 case Type::f32: scale_row(static_cast<const float*>(arguments_.q) + from, to); break;
-                case Type::bf16: scale_row(static_cast<const bf16*>(arguments_.q) + from, to); break;
+                case Type::bf16:
+                    scale_row(static_cast<const bf16*>(arguments_.q) + from, to);
+                    if constexpr (ON_UNIT) unit_.load_query(row, static_cast<const bf16*>(arguments_.q) + from);
+                    break;
                 case Type::f16: scale_row(static_cast<const f16*>(arguments_.q) + from, to); break;
             }
         }
@@ -119,20 +142,22 @@ class TileTask {
 
     // The span's partial results go to *to or, if that is null, are folded into state_.
     void attend_span(int span, const Partial* to) {
-        const int start = (tile_->first_span + span) * SPAN;
-        const int begin = visible_begin(tile_->position, start);
-        const int end = visible_end(tile_->position + tile_->queries - 1, start);
+        const int start = (tile_->first_span + span) * SPAN, last = tile_->position + tile_->queries - 1;
+        const int begin = visible_begin(tile_->position, start), end = visible_end(last, start);
         find_rows(start, begin, end);
         expect_rows(start + SPAN);
+        if constexpr (ON_UNIT) {
+            const bool all_see_all = visible_begin(last, start) == 0 && visible_end(tile_->position, start) == SPAN;
+            if (use_unit_ && all_see_all) return attend_span_on_unit(to);
+        }
         for (int i = begin / LANES * LANES; i < end; i += LANES) {
             Simd::transpose(key_rows_ + i, dim_, keys_ + i, SPAN);
             if (i % 16 == 0) ahead_.fetch();
         }
-        const int rows = tile_->queries * group_heads_;
-        const bool widen = rows > TILE_ROWS || dim_ % LANES != 0;
+        const bool widen = rows_count_ > TILE_ROWS || dim_ % LANES != 0;
         if (widen) widen_values(begin, end);
-        for (int row = 0; row < rows; row += TILE_ROWS) {
-            const int count = smaller(TILE_ROWS, rows - row);
+        for (int row = 0; row < rows_count_; row += TILE_ROWS) {
+            const int count = smaller(TILE_ROWS, rows_count_ - row);
             const Partial partial = to ? to->at(row) : span_;
             weigh(row, count, start, partial);
             if (widen) {
@@ -140,9 +165,45 @@ class TileTask {
             } else {
                 add_values(row, count, start, partial, [this](int k, int column) { return value_rows_[k] + column; });
             }
-            if (!to) {
-                for (int i = 0; i < count; ++i) fold(partial.at(i), row + i);
+            if (!to) fold(partial, row, count);
+        }
+    }
+
+    // Each step for all rows before the next: the unit would wait for what was stored just before.
+    void attend_span_on_unit(const Partial* to) {
+        unit_.load_span(key_rows_, value_rows_);
+        const Floats scale = Simd::set(arguments_.scale);
+        const auto block = [&](int row) {
+            return Partial{span_.acc, span_.top + row, span_.total + row, span_.stride, span_.step};
+        };
+        for (int row = 0; row < rows_count_; row += BLOCK_ROWS) {
+            unit_.score(row, scores_ + row * SPAN);
+            ahead_.fetch();
+        }
+        for (int row = 0; row < rows_count_; row += BLOCK_ROWS) {
+            const int count = smaller(BLOCK_ROWS, rows_count_ - row);
+            float* scores = scores_ + row * SPAN;
+            for (int i = 0; i < count * SPAN; i += LANES) {
+                Simd::store(scores + i, Simd::mul(Simd::load(scores + i), scale));
             }
+            for (int i = 0; i < count; ++i) weigh_row(scores + i * SPAN, 0, SPAN, block(row).at(i));
+            unit_.take_weights(row, scores);
+        }
+        for (int row = 0; row < rows_count_; row += BLOCK_ROWS) {
+            const int count = smaller(BLOCK_ROWS, rows_count_ - row);
+            unit_.add_values(row, span_.acc, span_.stride);
+            ahead_.fetch();
+            if (to) copy(block(row), to->at(row), count);
+            else fold(block(row), row, count);
+        }
+    }
+
+    void copy(const Partial& from, const Partial& to, int count) const {
+        for (int row = 0; row < count; ++row) {
+            const Partial source = from.at(row), target = to.at(row);
+            for (int i = 0; i < width_; i += LANES) Simd::store(target.acc + i, Simd::load(source.acc + i));
+            *target.top = *source.top;
+            *target.total = *source.total;
         }
     }
 
@@ -193,7 +254,7 @@ class TileTask {
     template <class B>
     void multiply_ahead(int rows, const float* a, long a_stride, const B& b, int begin, int end, float* c, long c_stride,
                         int columns) {
-        const int step = tile_->queries * group_heads_ > TILE_ROWS ? larger(SPAN, dim_) : 16;
+        const int step = rows_count_ > TILE_ROWS ? larger(SPAN, dim_) : 16;
         for (int k = begin; k < end; k += step) {
             multiply(rows, a, a_stride, b, k, smaller(k + step, end), c, c_stride, columns);
             ahead_.fetch();
@@ -264,24 +325,36 @@ class TileTask {
         each(common_end, SPAN);
     }
 
-    // Folds one row's partial result into state_.
-    void fold(const Partial& from, int row) const {
-        if (*from.total == 0.0f) return;
-        const Partial to = state_.at(row);
-        const float top = *to.top > *from.top ? *to.top : *from.top;
-        const Floats old_scale = exp(Simd::set(*to.top - top)), new_scale = exp(Simd::set(*from.top - top));
-        const auto merge = [&](Floats old_part, Floats new_part) {
-            return Simd::fma(new_part, new_scale, Simd::mul(old_part, old_scale));
-        };
-        for (int i = 0; i < width_; i += LANES) {
-            Simd::store(to.acc + i, merge(Simd::load(to.acc + i), Simd::load(from.acc + i)));
+    // Folds the partial results of `count` rows, up to BLOCK_ROWS, into state_ from `row` on.
+    void fold(const Partial& from, int row, int count) const {
+        alignas(64) float tops[BLOCK_ROWS] = {}, old_scales[BLOCK_ROWS] = {}, new_scales[BLOCK_ROWS] = {};
+        for (int i = 0; i < count; ++i) {
+            const float old_top = *state_.at(row + i).top, new_top = *from.at(i).top;
+            tops[i] = old_top > new_top ? old_top : new_top;
+            old_scales[i] = old_top - tops[i];
+            new_scales[i] = new_top - tops[i];
         }
-        *to.total = Simd::first(merge(Simd::set(*to.total), Simd::set(*from.total)));
-        *to.top = top;
+        for (int i = 0; i < count; i += LANES) {
+            Simd::store(old_scales + i, exp(Simd::load(old_scales + i)));
+            Simd::store(new_scales + i, exp(Simd::load(new_scales + i)));
+        }
+        for (int i = 0; i < count; ++i) {
+            const Partial one = from.at(i), to = state_.at(row + i);
+            if (*one.total == 0.0f) continue;  // sees nothing of it
+            const Floats old_scale = Simd::set(old_scales[i]), new_scale = Simd::set(new_scales[i]);
+            const auto merge = [&](Floats old_part, Floats new_part) {
+                return Simd::fma(new_part, new_scale, Simd::mul(old_part, old_scale));
+            };
+            for (int j = 0; j < width_; j += LANES) {
+                Simd::store(to.acc + j, merge(Simd::load(to.acc + j), Simd::load(one.acc + j)));
+            }
+            *to.total = Simd::first(merge(Simd::set(*to.total), Simd::set(*one.total)));
+            *to.top = tops[i];
+        }
     }
 
     void write_result() const {
-        for (int row = 0; row < tile_->queries * group_heads_; ++row) {
+        for (int row = 0; row < rows_count_; ++row) {
             const long token = tile_->first_token + row / group_heads_;
             const long head = long(tile_->kv_head) * group_heads_ + row % group_heads_;
             const long place = token * arguments_.heads + head;
@@ -307,9 +380,12 @@ class TileTask {
     const Rows& rows_;
     const int dim_, width_, group_heads_;
     Tile* tile_ = nullptr;
+    int rows_count_ = 0;
+    bool use_unit_ = false;
+    Unit unit_;
     const std::int64_t* table_ = nullptr;
     float *q_, *keys_, *values_, *zeros_, *scores_;
-    Partial state_, span_;  // of the tile so far, and of up to TILE_ROWS rows over the current span
+    Partial state_, span_;  // of the tile so far, and of a block of its rows over the current span
     Ahead ahead_;
     const T* key_rows_[SPAN];
     const T* value_rows_[SPAN];
@@ -318,9 +394,9 @@ class TileTask {
 template <class T>
 void attend_rows(Pool& pool, const AttendArguments& arguments, const AttendTasks& tasks) {
     const auto body = [&](int task, float* scratch) {
-        TileTask<T>(arguments, tasks, scratch).run(tasks.tasks[task]);
+        TileTask<T, MatrixUnit>(arguments, tasks, scratch).run(tasks.tasks[task]);
     };
-    run_tasks(pool, tasks.count, TileTask<T>::scratch_floats(arguments, tasks), body);
+    run_tasks(pool, tasks.count, TileTask<T, MatrixUnit>::scratch_floats(arguments, tasks), body);
 }
 
 void attend(Pool& pool, const AttendArguments& arguments, const AttendTasks& tasks) {

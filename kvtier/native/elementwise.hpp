@@ -92,7 +92,7 @@ void rope(Pool& pool, const RopeArguments& arguments) {
 }
 
 void silu_mul(Pool& pool, const SiluArguments& arguments) {
-    const Floats one = Simd::set(1.0f), zero = Simd::set(0.0f);
+    const Floats one = Simd::set(1.0f), zero = Simd::set(0.0f), lowest = Simd::set(-80.0f);
     const auto token = [&](long i, float*) {
         with_type(arguments.type, arguments.out, [&](auto* out) {
             out += i * arguments.inter;
@@ -100,7 +100,8 @@ void silu_mul(Pool& pool, const SiluArguments& arguments) {
             const auto* up = gate + arguments.inter;
             for_vectors(arguments.inter, [&](long j, int count) {
                 const Floats x = Simd::load(gate + j, count);
-                const Floats silu = Simd::div(x, Simd::add(one, exp(Simd::sub(zero, x))));
+                const Floats minus_x = Simd::sub(zero, Simd::max(lowest, x));  // e^80 is as good as infinity here
+                const Floats silu = Simd::div(x, Simd::add(one, exp(minus_x)));
                 Simd::store(out + j, Simd::mul(silu, Simd::load(up + j, count)), count);
             });
         });

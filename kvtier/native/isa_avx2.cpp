@@ -3,6 +3,8 @@
 
 #include "tile.hpp"
 
+#include "matrix.hpp"
+
 #include "attend.hpp"
 #include "elementwise.hpp"
 #include "linear.hpp"

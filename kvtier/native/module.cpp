@@ -32,6 +32,9 @@ T* at(Address address) {
 
 std::vector<const KernelTable*> tables() {
     std::vector<const KernelTable*> found;
+#ifdef KVTIER_AMX
+    if (few_rows_supported() && amx_kernels()) found.push_back(amx_kernels());
+#endif
 #ifdef KVTIER_X86
     if (const KernelTable* table = avx512_kernels()) found.push_back(table);
     if (const KernelTable* table = avx2_kernels()) found.push_back(table);
@@ -73,7 +76,7 @@ class Kernels {
   public:
     Kernels(int threads, const std::string& isa) : table_(choose(isa)), pool_(threads) {
 #ifdef KVTIER_AMX
-        if (&table_ == avx512_kernels() && few_rows_supported()) few_rows_max_ = FEW_ROWS;
+        if (&table_ == amx_kernels()) few_rows_max_ = FEW_ROWS;
 #endif
     }
 

@@ -87,6 +87,25 @@ struct Simd {
         }
     }
 
+    // to[pair * stride + row] = the word of from[row][2 pair, 2 pair + 1] for 16 rows, zeros from `columns` up to `depth`.
+    static void transpose_pairs(const bf16* const* from, int columns, int depth, float* to, int stride) {
+        for (int column = 0; column < depth; column += 32) {
+            const int pairs = (columns - column < 32 ? columns - column : 32) / 2;
+            __m512i x[16];
+            for (int i = 0; i < 16; ++i) x[i] = _mm512_maskz_loadu_epi32(mask(pairs), from[i] + column);
+            transpose_words(x);
+            for (int i = 0; i < 16; ++i) _mm512_store_si512(to + (column / 2 + i) * stride, x[i]);
+        }
+    }
+    // to[i] = the word of a[i], b[i] for 32 or, unless `all`, 16 elements; zeros from `count` on.
+    static void interleave(const bf16* a, const bf16* b, int count, float* to, bool all) {
+        const __m512i x = _mm512_maskz_loadu_epi32(mask(count / 2), a), y = _mm512_maskz_loadu_epi32(mask(count / 2), b);
+        const __m512i low = _mm512_unpacklo_epi16(x, y), high = _mm512_unpackhi_epi16(x, y);
+        const __m512i first = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), second = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
+        _mm512_store_si512(to, _mm512_permutex2var_epi64(low, first, high));
+        if (all) _mm512_store_si512(to + 16, _mm512_permutex2var_epi64(low, second, high));
+    }
+
   private:
     static void store_pair(float* to, int stride, __m512i pairs, bf16) {
         _mm512_store_si512(to, _mm512_slli_epi32(pairs, 16));

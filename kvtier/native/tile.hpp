@@ -14,15 +14,16 @@ constexpr int TILE_ROWS = Simd::TILE_ROWS;
 inline int smaller(int a, int b) { return a < b ? a : b; }
 inline int larger(int a, int b) { return a > b ? a : b; }
 
-// e^x to about 1e-7: 2^n e^r with |r| <= ln 2 / 2, e^r by its Taylor series. exp(-inf) = 0, NaN stays NaN.
+// e^x for x <= 88, to about 1e-7: 2^n e^r with |r| <= ln 2 / 2, e^r by the polynomial through its values at the zeros of
+// the 7th Chebyshev polynomial (2e-8). exp(-inf) = 0, NaN stays NaN.
 inline Floats exp(Floats x) {
     x = Simd::max(Simd::set(-104.0f), x);
-    x = Simd::sub(Simd::set(0.0f), Simd::max(Simd::set(-89.0f), Simd::sub(Simd::set(0.0f), x)));
     const Floats n = Simd::round(Simd::mul(x, Simd::set(1.44269504f)));
-    const Floats r = Simd::fma(n, Simd::set(2.12194440e-4f), Simd::fma(n, Simd::set(-355.0f / 512), x));  // ln 2 in two parts
-    constexpr float FACTORS[] = {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 1.0f / 2, 1.0f, 1.0f};
-    Floats sum = Simd::set(1.0f / 5040);
-    for (int i = 0; i < 7; ++i) sum = Simd::fma(sum, r, Simd::set(FACTORS[i]));
+    // ln 2 in two parts, the first with few enough bits for n times it to be exact
+    const Floats r = Simd::fma(n, Simd::set(2.12194440e-4f), Simd::fma(n, Simd::set(-355.0f / 512), x));
+    constexpr float FACTORS[] = {0.00837516829f, 0.0416663523f, 0.16666415f, 0.500000005f, 1.00000004f, 1.0f};
+    Floats sum = Simd::set(0.00139411608f);
+    for (int i = 0; i < 6; ++i) sum = Simd::fma(sum, r, Simd::set(FACTORS[i]));
     return Simd::scale_by_power(sum, n);
 }
 

@@ -5,11 +5,19 @@ from __future__ import annotations
 import random
 import typing
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import pytest
 
 from kvtier.config import EngineConfig
-from kvtier.eviction import POLICIES, BlockUse, EvictionPolicy, EvictionQueue, LeastRecentlyUsed
+from kvtier.eviction import (
+    POLICIES,
+    BlockUse,
+    EvictionPolicy,
+    EvictionQueue,
+    LeastRecentlyUsed,
+    SmallQueueFirst,
+)
 from tests.rows import block_hashes
 
 EVERY = pytest.mark.parametrize("name", sorted(POLICIES))
@@ -239,15 +247,24 @@ def test_what_is_held_is_never_evicted_and_comes_back_in_its_place(name: str) ->
 def test_memory_is_bounded_however_long_it_runs(name: str) -> None:
     capacity = 50
     queue = grown(name, capacity, requests=200)
-    for number in range(3000):
-        request(queue, block_hashes(6, number % 300), 1e4 + number)
-        queue.touch(block_hashes(6, number % 300), 1e4 + number)  # hits alone, never applied by an eviction
-        assert len(queue._notes) <= capacity and queue._noted_count <= capacity + 64
-        entries = sum(len(group.entries) for groups in queue._ranks.values() for group in groups.values())
-        assert entries <= 2 * capacity + 64 * 5 + queue._noted_count
+    oldest, *others = queue.coldest(capacity)
+    for number in range(400):  # hits that nobody asks about
+        queue.touch(others, 1e4 + number)
+        assert len(queue._notes) <= capacity and queue._noted_count <= capacity
+    for number in range(400):  # hits that are applied at once, all ranked behind one that is never used
+        queue.touch(others, 2e4 + number)
+        assert queue.use_of(oldest).last_use < 1e4
+        queue.check()
+    assert entry_count(queue) <= 2 * capacity + 64 * 5
+    for number in range(400):
+        request(queue, block_hashes(6, number % 300), 3e4 + number)
+        queue.check()
     assert len(queue._uses) == capacity
     assert len(queue._ghosts) <= queue._policy.ghost_share * capacity
-    queue.check()
+
+
+def entry_count(queue: EvictionQueue) -> int:
+    return sum(len(group.entries) for groups in queue._ranks.values() for group in groups.values())
 
 
 @EVERY
@@ -308,6 +325,40 @@ def test_a_block_counts_as_used_at_least_as_often_as_those_behind_it() -> None:
     queue.insert(chain[0], 0, 3.0)  # forgotten meanwhile
     queue.stamp(chain, 4.0)
     assert [queue.use_of(block_hash).uses for block_hash in chain] == [3, 3, 3]
+
+
+class Recorder(SmallQueueFirst):
+    """S3-FIFO that writes down what it is told."""
+
+    lessons: ClassVar[list[tuple[int | None, float, int]]] = []
+
+    def learn(self, left: int | None, idle_s: float, entered: int) -> None:
+        self.lessons.append((left, idle_s, entered))
+
+
+def test_a_policy_is_told_of_each_use_once_with_the_time_since_the_last_one() -> None:
+    queue = EvictionQueue(Recorder, 8)
+    chain = block_hashes(2)
+    Recorder.lessons.clear()
+
+    def told(*lessons: tuple[int | None, float, int]) -> None:
+        queue.use_of(chain[1])
+        assert Recorder.lessons == list(lessons)
+        Recorder.lessons.clear()
+
+    for depth, block_hash in enumerate(chain):
+        queue.insert(block_hash, depth, 1.0)
+    told((None, 0.0, 0), (None, 0.0, 0))
+    queue.stamp(chain, 3.0)  # no use
+    told()
+    queue.touch(chain, 10.0)
+    told((0, 7.0, 1), (0, 7.0, 1))
+    queue.stamp(chain, 12.0)
+    queue.remove(chain[1])
+    queue.insert(chain[1], 1, 32.0)  # it came back, which tells how long it had gone unused
+    told((1, 20.0, 1))
+    queue.stamp(chain, 33.0)  # the first is raised to the uses of the second: no time has passed for that
+    told((1, 0.0, 1))
 
 
 def test_the_configuration_offers_every_policy() -> None:
