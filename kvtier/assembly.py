@@ -68,7 +68,7 @@ def assemble(
         tokenizer.vocab_limit if tokenizer else None,
     )
     layout = decoder.layout
-    context = min(decoder.config.context, config.context or decoder.config.context)
+    context = _context(config, decoder)
     namespace = namespace_digest(decoder.weights_digest, decoder.config.architecture(), layout)
     arena = HbmArena(layout, _hbm_slot_count(config, layout))
     store = Store(
@@ -78,6 +78,7 @@ def assemble(
         metrics,
         NvmePolicy(config.tiers.nvme.policy),
         config.tiers.fetch_deadline_s,
+        _spare_count(config, arena.slot_count),
     )
     try:
         _add_shelves(store, config, layout, namespace, wake)
@@ -86,6 +87,13 @@ def assemble(
         raise
     _report(config, decoder, store, context)
     return Parts(decoder, tokenizer, store, namespace, context)
+
+
+def _context(config: EngineConfig, decoder: Decoder) -> int:
+    longest = decoder.config.context
+    if config.context is not None and config.context > longest:
+        raise ConfigError(f"context: the model was made for {longest} tokens, got {config.context}; lower or remove it")
+    return config.context or longest
 
 
 def _hbm_slot_count(config: EngineConfig, layout: KVLayout) -> int:
@@ -97,6 +105,19 @@ def _hbm_slot_count(config: EngineConfig, layout: KVLayout) -> int:
             f"needed; set it to {2 * layout.row_bytes} or more, or lower block_tokens"
         )
     return slot_count
+
+
+def _spare_count(config: EngineConfig, slot_count: int) -> int:
+    """Slots that I/O workers hung in a disk would keep: one a reader, and one a writer unless DRAM is the source."""
+    if not config.tiers.nvme.bytes:
+        return 0
+    spare = config.io.readers + (0 if config.tiers.dram.bytes else config.io.writers)
+    if slot_count - spare < 2:
+        raise ConfigError(
+            f"tiers.hbm.bytes: {slot_count} blocks, of which a hung disk could keep {spare} (io.readers, io.writers); "
+            "at least 2 more are needed: raise it, or lower io.readers and io.writers"
+        )
+    return spare
 
 
 def _add_shelves(

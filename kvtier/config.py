@@ -118,7 +118,7 @@ class EngineConfig(_Section):
     max_tokens_default: int = Field(1024, ge=1, le=2**24)
     """Cap of an answer whose request gives no max_tokens."""
     attention: Literal["auto", "native", "reference"] = "auto"
-    eviction: Literal["lru", "s3fifo", "reuse"] = "lru"
+    eviction: Literal["lru", "s3fifo", "reuse"] = "reuse"
     """Who goes when a tier is full; `scripts/bench_eviction.py` compares them on a trace."""
     threads: int | None = Field(None, ge=1, le=1024)
     """CPU threads of kernels and matrix products; None: one per core."""

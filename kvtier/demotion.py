@@ -1,8 +1,8 @@
 """Demotion: copies of sealed blocks on their way down, DRAM when a block seals, NVMe by policy, and drains on request.
 
 Wishes are queued by hash only, so a waiting wish holds no memory of any tier; a wish whose block is gone is dropped.
-While a write is in flight its source is held: a slot of HBM, or a lease on a DRAM row. Owned by the store, runs on the
-engine thread; the shelves' workers move the bytes.
+While a write is in flight its source is held: a slot of HBM, or a lease on a DRAM row. With a DRAM shelf, NVMe is
+written from its rows alone, so that a hung disk keeps no HBM. Owned by the store, runs on the engine thread.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WISHES_MAX = 65536
 BATCH_ROWS = 64
 RETRY_S = 0.1
 """A shelf that has refused a write is asked again after this long, or once one of its writes has ended."""
-BACK_S = 0.02
+BACK_S = 0.1
 BACK_ROWS = 256
 """With policy `back`, this many of the coldest DRAM rows are looked at so often."""
 BACK_SHARE = 0.9
@@ -68,6 +68,9 @@ class Demoter:
         self._wishes: dict[Tier, dict[BlockHash, int]] = {Tier.DRAM: {}, Tier.NVME: {}}
         self._writes: dict[tuple[Tier, int], _Write] = {}
         self._writing: dict[Tier, set[BlockHash]] = {Tier.DRAM: set(), Tier.NVME: set()}
+        self._onward: set[BlockHash] = set()
+        """On their way to DRAM, and wanted on NVMe from there."""
+        self._drains: dict[Tier, set[BlockHash]] = {}
         self._retry_at = {Tier.DRAM: 0.0, Tier.NVME: 0.0}
         self._back_at = 0.0
         self.dropped_count = 0
@@ -78,7 +81,7 @@ class Demoter:
         return len(self._writes)
 
     def frees_slots(self, since: float) -> bool:
-        """A write started after `since` is all that holds some slot of HBM: it becomes evictable when the write ends."""
+        """A write started after `since` is all that holds some slot of HBM, which becomes evictable when it ends."""
         return any(
             write.started_at > since and write.slot is not None and self._resident.holds(write.slot) == 1
             for write in self._writes.values()
@@ -103,11 +106,17 @@ class Demoter:
     def wish(self, tier: Tier, block_hash: BlockHash, depth: int) -> None:
         """Ask for a copy on `tier`; nothing happens if it is there, being made, or the tier is off."""
         shelf = self._shelves.get(tier)
-        if shelf is None or block_hash in self._writing[tier] or shelf.holds(block_hash):
+        if shelf is None or shelf.holds(block_hash):
+            return
+        dram = self._shelves.get(Tier.DRAM)
+        if tier is Tier.NVME and dram is not None and not dram.holds(block_hash):
+            self._onward.add(block_hash)
+            tier = Tier.DRAM
+        if block_hash in self._writing[tier]:
             return
         wishes = self._wishes[tier]
         if len(wishes) >= WISHES_MAX:
-            self.dropped_count += 1
+            self._drop(block_hash)
             return
         wishes.setdefault(block_hash, depth)
 
@@ -124,6 +133,10 @@ class Demoter:
         self._writing[tier].discard(write.block_hash)
         self._retry_at[tier] = 0.0
         source = self._free(write)
+        if tier is Tier.DRAM and write.block_hash in self._onward:
+            self._onward.discard(write.block_hash)
+            if self._shelves[Tier.DRAM].holds(write.block_hash):
+                self.wish(Tier.NVME, write.block_hash, write.depth)
         if done.outcome is ShelfOutcome.DONE:
             slot = self._resident.find(write.block_hash)
             if slot is not None:  # the row is as old as the block, or writing late would make it outlive its parents
@@ -134,10 +147,20 @@ class Demoter:
     def drain(self, tier: Tier, give_up: bool) -> bool:
         """Push what nobody holds in `tier` one tier down and let go of it there; True once nothing is left to push.
 
-        Called again after each completion. `give_up` lets go of what could not be copied.
+        Called again after each completion; what comes after the first call stays. `give_up` lets go of what could not
+        be copied.
         """
         assert tier is not Tier.NVME
-        return self._drain_hbm(give_up) if tier is Tier.HBM else self._drain_dram(give_up)
+        if tier is not Tier.HBM and tier not in self._shelves:
+            return True
+        left = self._drains.get(tier)
+        if left is None:
+            left = self._drains[tier] = self._resident_idle() if tier is Tier.HBM else self._shelved(tier)
+        self._drain_hbm(left, give_up) if tier is Tier.HBM else self._drain_dram(left, give_up)
+        if left and not give_up:
+            return False
+        del self._drains[tier]
+        return True
 
     def holds(self) -> list[int]:
         """One entry for each hold on a slot of HBM that writes have (for `Store.check`)."""
@@ -151,7 +174,7 @@ class Demoter:
             write = self._source(tier, block_hash, depth, now)
             if write is None:
                 del wishes[block_hash]
-                self.dropped_count += 1
+                self._drop(block_hash)
             else:
                 writes.append(write)
         tickets = shelf.write([self._item(write) for write in writes], now)
@@ -171,9 +194,10 @@ class Demoter:
         return not refused
 
     def _source(self, tier: Tier, block_hash: BlockHash, depth: int, now: float) -> _Write | None:
-        """Hold the bytes of a block: its DRAM row when NVMe is the target, else its slot of HBM."""
-        if tier is Tier.NVME and (lease := self._lease(block_hash)) is not None:
-            return _Write(block_hash, depth, None, lease, now)
+        """Hold the bytes of a block: its DRAM row when NVMe is the target and there is DRAM, else its slot of HBM."""
+        if tier is Tier.NVME and Tier.DRAM in self._shelves:
+            lease = self._lease(block_hash)
+            return None if lease is None else _Write(block_hash, depth, None, lease, now)
         slot = self._resident.find(block_hash)
         if slot is None:
             return None
@@ -181,10 +205,13 @@ class Demoter:
         return _Write(block_hash, depth, slot, None, now)
 
     def _lease(self, block_hash: BlockHash) -> Lease | None:
-        dram = self._shelves.get(Tier.DRAM)
-        if dram is None or not (records := dram.find([block_hash])):
-            return None
-        return dram.acquire(records)[0]
+        dram = self._shelves[Tier.DRAM]
+        records = dram.find([block_hash])
+        return dram.acquire(records)[0] if records else None
+
+    def _drop(self, block_hash: BlockHash) -> None:
+        self.dropped_count += 1
+        self._onward.discard(block_hash)
 
     def _item(self, write: _Write) -> WriteItem:
         if write.lease is not None:
@@ -213,34 +240,46 @@ class Demoter:
             for record in dram.coldest(excess):
                 self.wish(Tier.NVME, record.block_hash, record.depth)
 
-    def _drain_hbm(self, give_up: bool) -> bool:
-        below = [tier for tier in (Tier.DRAM, Tier.NVME) if tier in self._shelves]
-        idle = self._resident.coldest(self._resident.slot_count)
-        gone, waiting = [], 0
-        for slot in idle:
-            block_hash = self._resident.hash_of(slot)
-            assert block_hash is not None
-            if not below or give_up or any(self._shelves[tier].holds(block_hash) for tier in below):
-                gone.append(slot)
-            else:
-                self.wish(below[0], block_hash, self._resident.depth_of(slot))
-                waiting += 1
-        self._resident.evict(gone)
-        return give_up or (waiting == 0 and not self.holds())
+    def _resident_idle(self) -> set[BlockHash]:
+        """Sealed blocks of HBM that no sequence holds; those only a write still holds count."""
+        slots = self._resident.coldest(self._resident.slot_count)
+        slots += [slot for slot in set(self.holds()) if self._resident.holds(slot) == 1]
+        return {block_hash for slot in slots if (block_hash := self._resident.hash_of(slot)) is not None}
 
-    def _drain_dram(self, give_up: bool) -> bool:
-        dram, nvme = self._shelves.get(Tier.DRAM), self._shelves.get(Tier.NVME)
-        if dram is None:
-            return True
+    def _shelved(self, tier: Tier) -> set[BlockHash]:
+        """Blocks on a shelf, those on their way to it included."""
+        shelf = self._shelves[tier]
+        there = {record.block_hash for record in shelf.coldest(shelf.slot_count)}
+        leased = {write.block_hash for write in self._writes.values() if write.lease is not None}
+        return there | leased | self._writing[tier] | self._wishes[tier].keys()
+
+    def _drain_hbm(self, left: set[BlockHash], give_up: bool) -> None:
+        below = [tier for tier in (Tier.DRAM, Tier.NVME) if tier in self._shelves]
+        gone: list[int] = []
+        for block_hash in list(left):
+            slot = self._resident.find(block_hash)
+            copied = not below or give_up or any(self._shelves[tier].holds(block_hash) for tier in below)
+            if slot is None or self._resident.holds(slot) > 1:
+                left.discard(block_hash)
+            elif not copied:
+                self.wish(below[0], block_hash, self._resident.depth_of(slot))
+            elif self._resident.holds(slot) == 0:
+                gone.append(slot)
+                left.discard(block_hash)
+        self._resident.evict(gone)
+
+    def _drain_dram(self, left: set[BlockHash], give_up: bool) -> None:
+        dram, nvme = self._shelves[Tier.DRAM], self._shelves.get(Tier.NVME)
+        leased = {write.block_hash for write in self._writes.values() if write.lease is not None}
         gone: list[Record] = []
-        waiting = 0
-        for record in dram.coldest(dram.slot_count):
-            if nvme is None or give_up or nvme.holds(record.block_hash):
-                gone.append(record)
-            else:
-                self.wish(Tier.NVME, record.block_hash, record.depth)
-                waiting += 1
+        for block_hash in list(left):
+            records = dram.find([block_hash])
+            if not records:
+                if block_hash not in self._wishes[Tier.DRAM] and block_hash not in self._writing[Tier.DRAM]:
+                    left.discard(block_hash)
+            elif nvme is not None and not give_up and not nvme.holds(block_hash):
+                self.wish(Tier.NVME, block_hash, records[0].depth)
+            elif block_hash not in leased:
+                gone += records
+                left.discard(block_hash)
         dram.drop(gone, "evicted")
-        leased = any(write.lease is not None for write in self._writes.values())
-        coming = self._wishes[Tier.DRAM] or self._writing[Tier.DRAM]
-        return give_up or (waiting == 0 and not leased and not coming)

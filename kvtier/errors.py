@@ -21,7 +21,7 @@ class CheckpointError(KvtierError):
 
 
 class RequestError(KvtierError):
-    """A request is answered with an error; the engine goes on. Never raised itself, only through its two kinds."""
+    """A request is answered with an error; the engine goes on. Never raised itself, only through its kinds."""
 
 
 class InvalidRequest(RequestError):

@@ -29,7 +29,7 @@ class Intake:
         self._parts = parts
         self._model = parts.decoder.config
         self._block_tokens = parts.store.layout.block_tokens
-        self._hbm_tokens = parts.store.slot_count * self._block_tokens
+        self._hbm_tokens = parts.store.usable_count * self._block_tokens
         self._max_tokens_default = config.max_tokens_default
         self._numbers = itertools.count()
 

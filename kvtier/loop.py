@@ -7,8 +7,6 @@ with an error, and the loop refuses new ones from then on.
 
 from __future__ import annotations
 
-import bisect
-import itertools
 import logging
 import threading
 import time
@@ -16,7 +14,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from kvtier.block import Tier
-from kvtier.errors import InvalidRequest, RequestError, Unavailable
+from kvtier.errors import Unavailable
 from kvtier.metrics import Metrics
 from kvtier.models.decoder import NonFiniteError
 from kvtier.outbox import Outbox
@@ -113,7 +111,9 @@ class EngineLoop:
         with self._lock:
             self.refuse_if_down()
             if len(self._live) >= live_max:
-                raise Unavailable(f"queue: {live_max} requests wait or run already; try again later")
+                raise Unavailable(
+                    f"scheduler.queue_max + scheduler.sequences_max: {live_max} requests wait or run; try again later"
+                )
             self._live[sequence.number] = sequence
             self._inbox.append(sequence)
         self._bell.ring()
@@ -133,13 +133,21 @@ class EngineLoop:
         return drain
 
     def close(self, deadline_s: float) -> bool:
-        """Cancel everything and end the thread; True if it has ended within the deadline."""
+        """Cancel everything and end the thread; True if it has ended within the deadline.
+
+        If it has not, every request still running is failed from here: a final event comes in any case.
+        """
         with self._lock:
             self._closing = True
         self._bell.ring()
         self._thread.join(deadline_s)
         self._metrics.engine_up.set(0)
-        return not self._thread.is_alive()
+        if not self._thread.is_alive():
+            return True
+        error = Unavailable("the engine is shutting down and could not end this request in time")
+        for sequence in list(self._live.values()):
+            self._send_final(sequence, TokenEvent("", (), FinishReason.ERROR, None, error))
+        return False
 
     # ---- engine thread ---------------------------------------------------------------------------------------------
 
@@ -221,22 +229,27 @@ class EngineLoop:
         self._metrics.requests.add(1, reason.value)
         self._send_final(sequence, TokenEvent(text, token_ids, reason, usage))
 
-    def _fail(self, sequence: Sequence, error: RequestError) -> None:
+    def _fail(self, sequence: Sequence, error: Unavailable | NonFiniteError) -> None:
         self._scheduler.finish(sequence, FinishReason.ERROR, time.monotonic())
         self._metrics.requests.add(1, FinishReason.ERROR.value)
-        self._metrics.request_failures.add(1, "unavailable" if isinstance(error, Unavailable) else "invalid")
+        self._metrics.request_failures.add(1, "unavailable" if isinstance(error, Unavailable) else "internal")
         self._send_final(sequence, TokenEvent("", (), FinishReason.ERROR, None, error))
 
     def _fail_overflowed(self, plan: list[ScheduledSequence], error: NonFiniteError) -> None:
         """End the sequences whose tokens overflowed; nothing was committed, so the others run their part again."""
-        bounds = list(itertools.accumulate(part.count for part in plan))
-        for index in {bisect.bisect_right(bounds, token) for token in error.tokens}:
-            self._fail(plan[index].sequence, InvalidRequest(str(error)))
+        end = 0
+        for part in plan:
+            begin, end = end, end + part.count
+            own = tuple(part.start + token - begin for token in error.tokens if begin <= token < end)
+            if own:
+                self._fail(part.sequence, NonFiniteError(own, error.dtype))
 
     def _send_final(self, sequence: Sequence, event: TokenEvent) -> None:
+        """Whoever takes a sequence out of the live ones owns its final event."""
         with self._lock:
-            self._live.pop(sequence.number, None)
-        self._outbox.post(sequence.number, session_of(sequence).mailbox, event)
+            owned = self._live.pop(sequence.number, None) is not None
+        if owned:
+            self._outbox.post(sequence.number, session_of(sequence).mailbox, event)
 
     def _balance(self, now: float) -> None:
         while self._drains:

@@ -1,7 +1,8 @@
 """The outbox: hands events to callers from sender threads, in order, off the engine thread.
 
-Events of one request that wait together are merged into one, so a slow receiver costs nothing to others. Each request
-belongs to one sender. Knows no engine; the engine posts, the sinks are the callers' own.
+Events of one request that wait together are merged into one, so a slow receiver gets fewer, larger events. Each
+request belongs to one sender; a receiver that blocks holds up the requests of its sender, never the engine. Knows no
+engine; the engine posts, the sinks are the callers' own.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -75,8 +77,9 @@ class Outbox:
         """Deliver what was posted, then end the senders; a sink that hangs is left behind after the deadline."""
         for inbox in self._queues:
             inbox.put(None)
+        end = time.monotonic() + deadline_s
         for thread in self._threads:
-            thread.join(deadline_s)
+            thread.join(max(0.0, end - time.monotonic()))
 
 
 def merge(events: list[TokenEvent]) -> TokenEvent:

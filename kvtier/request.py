@@ -16,6 +16,8 @@ from kvtier.errors import InvalidRequest
 STOPS_MAX = 16
 STOP_CHARACTERS_MAX = 256
 SALT_CHARACTERS_MAX = 256
+TEMPERATURE_MAX = 100.0
+REPETITION_PENALTY_MIN, REPETITION_PENALTY_MAX = 0.01, 100.0
 
 
 class FinishReason(enum.Enum):
@@ -56,11 +58,11 @@ class SamplingParams:
         object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else _listed("stop", stop))
         object.__setattr__(self, "stop_token_ids", _listed("stop_token_ids", self.stop_token_ids))
         _whole("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        _number("temperature", self.temperature, 0.0, 100.0)
+        _number("temperature", self.temperature, 0.0, TEMPERATURE_MAX)
         _whole("top_k", self.top_k, -1, 2**31 - 1)
         _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _number("min_p", self.min_p, 0.0, 1.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _number("repetition_penalty", self.repetition_penalty, REPETITION_PENALTY_MIN, REPETITION_PENALTY_MAX)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _whole("seed", self.seed, 0, 2**64 - 1)
@@ -134,7 +136,7 @@ class TokenEvent:
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     error: Exception | None = None
-    """Set with FinishReason.ERROR only: InvalidRequest, Unavailable, or a bug's exception."""
+    """Set with FinishReason.ERROR only: Unavailable, a model's NonFiniteError, or a bug's exception."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,14 +178,19 @@ def _whole(name: str, value: object, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidRequest(f"{name}: must be a whole number, got {value!r}")
     if not low <= value <= high:
-        raise InvalidRequest(f"{name}: must be from {low} to {high}, got {value}")
+        raise InvalidRequest(f"{name}: must be from {low} to {high}, got {_shown(value)}")
 
 
 def _number(name: str, value: object, low: float, high: float, open_low: bool = False) -> None:
     if value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value or abs(value) == math.inf:
         raise InvalidRequest(f"{name}: must be a finite number, got {value!r}")
     if not low <= value <= high or (open_low and value == low):
         bound = f"above {low:g}, at most {high:g}" if open_low else f"from {low:g} to {high:g}"
-        raise InvalidRequest(f"{name}: must be {bound}, got {value!r}")
+        raise InvalidRequest(f"{name}: must be {bound}, got {_shown(value)}")
+
+
+def _shown(value: float) -> str:
+    """A number for an error text; Python refuses to write whole numbers of thousands of digits."""
+    return repr(value) if abs(value) < 2**128 or isinstance(value, float) else "a number beyond all bounds"

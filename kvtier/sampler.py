@@ -24,6 +24,8 @@ _GREEDY_BELOW = 1e-5
 _FLOORS = (1e-3, 1e-5, 0.0)
 """Weights, of the likeliest token's, above which top-k and top-p look for their tokens first: sorting few is cheap."""
 
+_LARGEST = np.finfo(np.float32).max
+
 
 @dataclass(frozen=True, slots=True)
 class ResolvedSampling:
@@ -116,17 +118,20 @@ class SamplerState:
         self._counts[position] += 1.0
 
     def penalize(self, row: Floats) -> None:
-        """Apply the penalties to `row` (`[vocab]`) in place, at the cost of the distinct tokens."""
+        """Apply the penalties to `row` (`[vocab]`) in place, at the cost of the distinct tokens.
+
+        What is finite stays so, and what is not (a masked token) stays as it is.
+        """
         distinct = len(self._positions)
         if not self.resolved.penalized or distinct == 0:
             return
         ids, counts = self._ids[:distinct], self._counts[:distinct]
-        values = row[ids]
+        before = row[ids]
         penalty = self.resolved.repetition_penalty
-        values = np.where(values > 0, values / penalty, values * penalty)
+        values = np.where(before > 0, before / penalty, before * penalty)
         values -= self.resolved.frequency_penalty * counts
         values -= self.resolved.presence_penalty * (counts > 0)
-        row[ids] = values
+        row[ids] = np.where(np.isfinite(before), values.clip(-_LARGEST, _LARGEST), before)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,20 +152,20 @@ def uniform(seed: int, output_index: int) -> float:
 class Sampler:
     """Chooses one token for each row of logits; has no state of its own."""
 
-    def sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int]:
+    def sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int | None]:
         """Choose a token for each of `rows` from `logits` (fp32 `[row, vocab]`, any device; not changed).
 
         Of equal logits a greedy row takes the lowest id. The states are only read: `observe` what is kept. A row with
-        NaN or +inf, or with nothing finite, is a bug: AssertionError. A token of logit -inf is never chosen.
+        NaN or +inf, or with nothing finite, gets None. A token of logit -inf is never chosen.
         """
         assert logits.dim() == 2 and len(logits) == len(rows), (logits.shape, len(rows))
         plain = [i for i, row in enumerate(rows) if row.state.resolved.plain]
-        tokens = [-1] * len(rows)
+        tokens: list[int | None] = [None] * len(rows)
         if plain:
             picked = logits if len(plain) == len(rows) else logits[plain]
             for i, token in zip(plain, _best(picked), strict=True):
                 tokens[i] = token
-        others = [i for i, token in enumerate(tokens) if token < 0]
+        others = [i for i, row in enumerate(rows) if not row.state.resolved.plain]
         if others:
             copies = logits[others].cpu().numpy()  # an indexed read is a copy already
             for i, copy in zip(others, copies, strict=True):
@@ -168,21 +173,21 @@ class Sampler:
         return tokens
 
 
-def _best(logits: torch.Tensor) -> list[int]:
-    """Argmax of each row, by one hand-over to Python."""
+def _best(logits: torch.Tensor) -> list[int | None]:
+    """Argmax of each row, by one hand-over to Python; None if the largest is not finite."""
     values, indices = logits.max(dim=-1)
     tokens: list[int] = torch.where(values.isfinite(), indices, -1).tolist()
-    assert min(tokens) >= 0, "logits hold NaN, infinity, or nothing finite"
-    return tokens
+    return [None if token < 0 else token for token in tokens]
 
 
-@np.errstate(over="ignore")  # a hopeless token's logit may become -inf
-def _choose(row: Floats, state: SamplerState, output_index: int) -> int:
-    """One token of one row (`[vocab]`), which is overwritten. In numpy, whose calls wait for no other threads."""
+@np.errstate(over="ignore")  # penalties are clipped, and a hopeless token's distance to the best may become -inf
+def _choose(row: Floats, state: SamplerState, output_index: int) -> int | None:
+    """One token, or None, of one row (`[vocab]`), which is overwritten. In numpy, whose calls wait for no other threads."""
     state.penalize(row)
     resolved = state.resolved
     best = int(row.argmax())
-    assert np.isfinite(row[best]), "logits hold NaN, infinity, or nothing finite"
+    if not np.isfinite(row[best]):
+        return None
     if resolved.greedy:
         return best
     row -= row[best]

@@ -62,7 +62,8 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence whose whole length fits HBM."""
-        assert self._store.layout.block_count(sequence.prompt_count + sequence.output_max - 1) <= self._store.slot_count
+        longest = sequence.prompt_count + sequence.output_max - 1
+        assert self._store.layout.block_count(longest) <= self._store.usable_count
         insort(self._waiting, sequence, key=_rank)
 
     def next_deadline(self) -> float | None:

@@ -7,6 +7,9 @@ neither sequences nor tensors.
 
 from __future__ import annotations
 
+import queue
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
@@ -39,7 +42,10 @@ class Store:
         metrics: Metrics,
         policy: NvmePolicy = NvmePolicy.THROUGH,
         fetch_deadline_s: float = 5.0,
+        spare_count: int = 0,
     ) -> None:
+        """`spare_count`: slots of HBM that transfers hung in a disk may keep for good."""
+        assert 0 <= spare_count < arena.slot_count
         self.layout = layout
         self.metrics = metrics
         self._arena = arena
@@ -47,7 +53,12 @@ class Store:
         self._resident = ResidentBlocks(arena.slot_count, eviction)
         self._promoter = Promoter(self._resident, arena, self._shelves, fetch_deadline_s, metrics)
         self._demoter = Demoter(self._resident, arena, self._shelves, policy, metrics)
+        self._spare_count = spare_count
         self._openers: dict[Tier, ShelfOpener] = {}
+        self._opened: queue.SimpleQueue[tuple[Tier, Shelf | None]] = queue.SimpleQueue()
+        self._opening = False
+        self._closed = False
+        self._close_lock = threading.Lock()
         self._retry_at = 0.0
         self._shelf_totals: dict[tuple[str, str], int] = {}
         self._evicted_seen = 0
@@ -58,7 +69,7 @@ class Store:
         self._shelves[shelf.tier] = shelf
 
     def retry_later(self, tier: Tier, opener: ShelfOpener) -> None:
-        """A shelf that could not be opened: `opener` is called every `RETRY_S` until it returns one."""
+        """A shelf that could not be opened: a thread calls `opener` every `RETRY_S` until it returns one."""
         self._openers[tier] = opener
 
     @property
@@ -67,13 +78,18 @@ class Store:
         return self._resident.slot_count
 
     @property
+    def usable_count(self) -> int:
+        """Slots that one sequence can count on, whatever hangs."""
+        return self._resident.slot_count - self._spare_count
+
+    @property
     def available_count(self) -> int:
         """Slots that could be allocated now."""
         return self._resident.available_count
 
     def capacities(self) -> dict[str, int]:
         """Blocks that each tier can hold."""
-        shelves = {tier.value: shelf.slot_count for tier, shelf in self._shelves.items()}
+        shelves = {tier.value: shelf.slot_count for tier, shelf in list(self._shelves.items())}
         return {Tier.HBM.value: self.slot_count, **shelves}
 
     @property
@@ -147,9 +163,8 @@ class Store:
                 if arrived is not None and tier is Tier.NVME:
                     self._demoter.wish(Tier.DRAM, *arrived)
         self._demoter.pump(now)
-        if self._openers and now >= self._retry_at:
-            self._retry_at = now + RETRY_S
-            self._retry_shelves()
+        if self._openers:
+            self._retry_shelves(now)
 
     def drain(self, tier: Tier, give_up: bool = False) -> bool:
         """Push what nobody holds in HBM or DRAM one tier down; call after each poll until it returns True."""
@@ -191,7 +206,7 @@ class Store:
             "waiting_writes": self._demoter.wish_count,
             "dropped_writes": self._demoter.dropped_count,
         }
-        for tier, shelf in self._shelves.items():
+        for tier, shelf in list(self._shelves.items()):
             values |= {f"{tier.value}_{name}": value for name, value in shelf.stats().items()}
         return values
 
@@ -205,16 +220,44 @@ class Store:
 
     def close(self, deadline_s: float) -> None:
         """Let transfers end, up to the deadline, and close the shelves, then the arena."""
+        end = time.monotonic() + deadline_s
+        with self._close_lock:
+            self._closed = True
+        while not self._opened.empty():
+            tier, opened = self._opened.get()
+            if opened is not None:
+                self._shelves[tier] = opened
         for shelf in self._shelves.values():
-            shelf.close(deadline_s)
+            shelf.close(max(0.0, end - time.monotonic()))
         self._arena.close()
 
-    def _retry_shelves(self) -> None:
-        for tier, opener in list(self._openers.items()):
-            shelf = opener()
+    def _retry_shelves(self, now: float) -> None:
+        """Take in what an opener has opened, and send the next one off: opening may wait for a disk."""
+        while not self._opened.empty():
+            tier, shelf = self._opened.get()
+            self._opening = False
             if shelf is not None:
                 del self._openers[tier]
                 self.add_shelf(shelf)
+        if self._openers and not self._opening and now >= self._retry_at:
+            self._retry_at = now + RETRY_S
+            self._opening = True
+            tier, opener = next(iter(self._openers.items()))
+            self._openers[tier] = self._openers.pop(tier)  # the next one's turn comes next
+            threading.Thread(target=self._open, args=(tier, opener), name="kvtier-opener", daemon=True).start()
+
+    def _open(self, tier: Tier, opener: ShelfOpener) -> None:
+        """Opener thread: a shelf opened for a store that has been closed meanwhile is closed again."""
+        shelf = None
+        try:
+            shelf = opener()
+        finally:
+            with self._close_lock:
+                late = self._closed
+                if not late:
+                    self._opened.put((tier, shelf))
+            if late and shelf is not None:
+                shelf.close(0.0)
 
     def _growth(self, key: tuple[str, str], total: int) -> int:
         grown = total - self._shelf_totals.get(key, 0)

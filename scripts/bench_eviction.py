@@ -242,18 +242,9 @@ def table(runs: Sequence[Run], prompts: Sequence[Prompt]) -> Table:
     asked = sum(len(prompt.hashes) for prompt in prompts)
     minutes = (prompts[-1].at_s - prompts[0].at_s) / 60
     result = Table(title=f"Leading hits in % of {asked:,} blocks of {len(prompts):,} prompts in {minutes:.0f} minutes")
-    names = (
-        "capacity",
-        "policy",
-        "first half",
-        "second half",
-        "whole",
-        "second half x LRU",
-        "us a use",
-        "us an eviction",
-    )
+    names = ("blocks", "policy", "1st half", "2nd half", "whole", "2nd / LRU", "us/use", "us/eviction")
     for name in names:
-        result.add_column(name, justify="left" if name == "policy" else "right")
+        result.add_column(name, justify="left" if name == "policy" else "right", no_wrap=True)
     yardsticks = {run.capacity: run.share_second_half for run in runs if run.policy == "lru"}
     for index, run in enumerate(runs):
         yardstick = yardsticks.get(run.capacity)

@@ -22,15 +22,18 @@ _TRITON_PREFIX = "triton_"
 
 @dataclass(frozen=True, slots=True)
 class DoorLimits:
-    """How big a request may be before anything looks into it, and what of its parameters is not for us."""
+    """How big a request may be before anything looks into it, and the priority levels of its model."""
 
-    text_bytes_max: int = 16 << 20
-    input_ids_max: int = 4 << 20
+    text_bytes_max: int = 1 << 20
+    """Of `text_input` and of `chat`."""
+    input_ids_max: int = 1 << 20
+    """Of `input_ids`, and of the values of any other input."""
     json_bytes_max: int = 64 << 10
     """Of `sampling_parameters` and of a JSON list in `stop`."""
     json_depth_max: int = 16
-    ignored_parameters: tuple[str, ...] = ()
-    """Request parameters to pass over besides Triton's own, such as forwarded HTTP headers."""
+    priority_levels: int = 0
+    """As in config.pbtxt: levels go from 1, the most urgent, to this. 0: there are none."""
+    default_priority_level: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,8 @@ def parse_request(
     Parameters may hold any input or sampling key, since that is where Triton's generate endpoint puts what config.pbtxt
     does not declare. `chat` is true (then `text_input` is the user's message, or a JSON list of messages), or is
     itself a JSON list of messages. The prompt is left out of the answer unless `exclude_input_in_output` is false,
-    which as in vllm_backend does not go with `stream`. Raises InvalidRequest naming field, limit and value.
+    which as in vllm_backend does not go with `stream`. The parameter `priority` is a level, 0 the default one; the
+    request's priority counts from that one. Raises InvalidRequest naming field, limit and value.
     """
     limits = limits or DoorLimits()
     named, loose = _sorted(fields, parameters, limits)
@@ -66,7 +70,7 @@ def parse_request(
         echo = ""
     elif stream or not echo:
         raise InvalidRequest("exclude_input_in_output: false needs plain text_input, without stream, chat or input_ids")
-    request = Request(prompt, _params(named, loose, limits), cache_salt=_salt(named))
+    request = Request(prompt, _params(named, loose, limits), _priority(parameters, limits), _salt(named))
     return DoorRequest(
         request=request,
         stream=stream,
@@ -82,13 +86,13 @@ def _sorted(
     fields: Mapping[str, object], parameters: Mapping[str, object], limits: DoorLimits
 ) -> tuple[dict[str, object], dict[str, object]]:
     """All inputs by name wherever they came from, and the sampling keys among the parameters that are no input."""
-    named = {name: _plain(name, value) for name, value in fields.items() if value is not None}
+    named = {name: _plain(name, value, limits) for name, value in fields.items() if value is not None}
     loose: dict[str, object] = {}
     for name in named:
         if name not in INPUTS:
             raise InvalidRequest(f"input {values.shown(name)}: is unknown")
     for key, value in parameters.items():
-        if key in _TRITON_KEYS or key.startswith(_TRITON_PREFIX) or key in limits.ignored_parameters:
+        if key in _TRITON_KEYS or key.startswith(_TRITON_PREFIX):
             continue
         if key in INPUTS:
             if key in named:
@@ -103,12 +107,14 @@ def _sorted(
     return named, loose
 
 
-def _plain(name: str, value: object) -> object:
+def _plain(name: str, value: object, limits: DoorLimits) -> object:
     """The items of an array of shape `[1, n]` or `[n]` as Python values."""
     if not isinstance(value, np.ndarray):
         return value
     if value.ndim > 1 and value.shape[0] != 1:
         raise InvalidRequest(f"{name}: a request holds a batch of 1, got {value.shape[0]}")
+    if value.size > limits.input_ids_max:
+        raise InvalidRequest(f"{name}: at most {limits.input_ids_max} values, got {value.size}")
     return value.reshape(-1).tolist()
 
 
@@ -199,6 +205,13 @@ def _stops(value: object, limits: DoorLimits) -> object:
         if isinstance(parsed, list) and parsed and all(isinstance(item, str) for item in parsed):
             return parsed
     return stops
+
+
+def _priority(parameters: Mapping[str, object], limits: DoorLimits) -> int:
+    level = values.whole("priority", parameters.get("priority", 0))
+    if not 0 <= level <= limits.priority_levels:
+        raise InvalidRequest(f"priority: must be from 0 to {limits.priority_levels}, got {values.shown(level)}")
+    return level - limits.default_priority_level if level else 0
 
 
 def _salt(named: Mapping[str, object]) -> str:

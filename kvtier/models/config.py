@@ -11,6 +11,7 @@ from pathlib import Path
 
 from kvtier.models.fields import Fields
 from kvtier.models.rope import Rope, YarnRope, rope_architecture, rope_from_fields
+from kvtier.request import REPETITION_PENALTY_MAX, REPETITION_PENALTY_MIN, TEMPERATURE_MAX
 
 DTYPES = ("float32", "bfloat16", "float16")
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -223,12 +224,15 @@ def _generation(generation: Fields) -> GenerationDefaults:
     top_p, penalty = generation.number("top_p", 1.0), generation.number("repetition_penalty", 1.0)
     if not 0 < top_p <= 1:
         generation.refuse("top_p", "expected a number above 0, at most 1")
-    if not 0 < penalty <= 100:
-        generation.refuse("repetition_penalty", "expected a number above 0, at most 100")
+    if not REPETITION_PENALTY_MIN <= penalty <= REPETITION_PENALTY_MAX:
+        bounds = f"{REPETITION_PENALTY_MIN:g} to {REPETITION_PENALTY_MAX:g}"
+        generation.refuse("repetition_penalty", f"expected a number from {bounds}")
     if not generation.flag("do_sample", False):
         return GenerationDefaults(repetition_penalty=penalty)
     min_p = generation.number("min_p", 0.0)
     if min_p > 1:
         generation.refuse("min_p", "expected a number from 0 to 1")
     temperature = generation.number("temperature", 1.0)
+    if temperature > TEMPERATURE_MAX:
+        generation.refuse("temperature", f"expected a number from 0 to {TEMPERATURE_MAX:g}")
     return GenerationDefaults(temperature, generation.whole("top_k", 0, low=0), top_p, min_p, penalty)

@@ -14,19 +14,25 @@ import torch.nn.functional as F
 
 from kvtier.attention import AttentionBackend, AttentionBatch
 from kvtier.block import KVLayout
-from kvtier.errors import CheckpointError, KvtierError
+from kvtier.errors import CheckpointError, RequestError
 from kvtier.models.config import DTYPES, ModelConfig
 from kvtier.models.ops import Ops
 from kvtier.models.rope import rope_table
 from kvtier.models.weights import DecoderWeights, LayerWeights, Progress, load_weights
 
 
-class NonFiniteError(KvtierError):
-    """A float16 pass overflowed: K, V and logits of the tokens in `tokens` (indices into the pass) are not usable."""
+class NonFiniteError(RequestError):
+    """The model gave NaN or infinity for `tokens`: their K, V and logits are not usable. No fault of the client's.
 
-    def __init__(self, tokens: tuple[int, ...]) -> None:
-        super().__init__(f"{len(tokens)} tokens of the pass overflowed float16: use dtype bfloat16 or float32")
+    `tokens` are indices into the pass, or positions in the sequence once it is one request's error.
+    """
+
+    def __init__(self, tokens: tuple[int, ...], dtype: torch.dtype) -> None:
+        way_out = "use dtype bfloat16 or float32" if dtype == torch.float16 else "the checkpoint may be damaged"
+        name = str(dtype).removeprefix("torch.")
+        super().__init__(f"the model gave NaN or infinity in {name} for {len(tokens)} tokens: {way_out}")
         self.tokens = tokens
+        self.dtype = dtype
 
 
 class Decoder:
@@ -70,15 +76,19 @@ class Decoder:
         """Write K and V of all tokens; return logits fp32 [row, vocab] of the tokens whose indices are `logits_rows`.
 
         token_ids, positions: int64 [token], positions below `config.context`; logits_rows: int64 [row], may be empty.
-        Logits from `vocab_limit` on are -inf. Raises NonFiniteError (float16 only) once K and V have been written.
+        Logits from `vocab_limit` on are -inf; others may be NaN or infinite. Raises NonFiniteError, once K and V have
+        been written, for tokens whose residual is not finite, in float16 also for those whose q, k or v is not.
         """
         weights, ops, eps = self._weights, self._ops, self.config.rms_eps
         cos, sin = self._cos.index_select(0, positions), self._sin.index_select(0, positions)
         residual = F.embedding(token_ids, weights.embedding).to(self._residual_dtype)  # [token, hidden]
+        reach = torch.zeros(len(residual))  # [token]
         hidden = ops.rmsnorm(residual, weights.layers[0].input_norm, eps, self.dtype)
         for index, (layer, window, next_norm) in enumerate(self._layers):
             q, k, v = self._project(hidden, layer)
             ops.rope(q, k, cos, sin)
+            if self.dtype == torch.float16:
+                reach += _sum(q) + _sum(k) + _sum(v)
             self._backend.append(k, v, batch, self.layout, index)
             attended, _ = self._backend.attend(q, batch, self.layout, index, self._scale, window)
             update = ops.linear(attended.flatten(1), layer.output.weight, layer.output.bias)
@@ -86,8 +96,9 @@ class Decoder:
             gated = ops.silu_mul(ops.linear(hidden, layer.gate_up.weight, layer.gate_up.bias))
             update = ops.linear(gated, layer.down.weight, layer.down.bias)
             residual, hidden = ops.add_rmsnorm(residual, update, next_norm, eps)
-        if self.dtype == torch.float16:
-            _check_finite(residual)
+        finite = torch.isfinite(residual).all(-1) & torch.isfinite(reach)
+        if not bool(finite.all()):
+            raise NonFiniteError(tuple((~finite).nonzero().flatten().tolist()), self.dtype)
         logits = ops.linear(hidden.index_select(0, logits_rows), weights.head, None).float()
         logits[:, self.vocab_limit :] = -torch.inf
         return logits
@@ -125,11 +136,12 @@ def load_decoder(
     return Decoder(config, weights, digest, layout_block_tokens, backend, ops, vocab_limit)
 
 
-def _check_finite(residual: torch.Tensor) -> None:
-    """An inf or NaN anywhere in a token's pass ends up in its residual, or in that of a token which attends to it."""
-    finite = torch.isfinite(residual).all(-1)
-    if not bool(finite.all()):
-        raise NonFiniteError(tuple((~finite).nonzero().flatten().tolist()))
+def _sum(x: torch.Tensor) -> torch.Tensor:
+    """fp32 [token] of float16 [token, head, dim]: finite exactly if every element is.
+
+    A residual does not tell: an infinite k whose score is -inf has no weight, until another query comes.
+    """
+    return x.sum((1, 2), dtype=torch.float32)
 
 
 def _layer_bytes(layer: LayerWeights) -> int:

@@ -5,17 +5,26 @@ Talks to this host only, through the standard library. Called by server.py and w
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from kvtier.serving.errors import ServingError
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
 class ControlClient:
-    """One Triton server's HTTP endpoints. Every call is one short connection; raises OSError when nobody answers."""
+    """One Triton server's HTTP endpoints. Every call is one short connection.
+
+    All raise OSError when nobody answers, or the answer is not what the endpoint promises: a server that is busy or
+    stopping may say anything.
+    """
 
     host: str
     http_port: int
@@ -28,20 +37,20 @@ class ControlClient:
 
     def version(self) -> str:
         """The server's version, such as `2.51.0`."""
-        return str(json.loads(self._call("GET", "/v2")[1])["version"])
+        return self._read("GET", "/v2", lambda answer: str(answer["version"]))
 
     def ready_models(self) -> set[str]:
         """Names of the models that Triton calls READY."""
-        _, body = self._call("POST", "/v2/repository/index", b'{"ready": true}')
-        return {item["name"] for item in json.loads(body) if item.get("state") == "READY"}
+        return self._read(
+            "POST",
+            "/v2/repository/index",
+            lambda answer: {str(item["name"]) for item in answer if item.get("state") == "READY"},
+            b'{"ready": true}',
+        )
 
     def process_count(self, model: str) -> int:
         """How many model processes a ready model must have: its instances, 0 unless the Python backend runs it."""
-        status, body = self._call("GET", f"/v2/models/{model}/config")
-        config = json.loads(body) if status == 200 else {}
-        if config.get("backend") != "python":
-            return 0
-        return sum(group["count"] * max(1, len(group.get("gpus", []))) for group in config["instance_group"])
+        return self._read("GET", f"/v2/models/{model}/config", _process_count)
 
     def load(self, model: str, timeout_s: float) -> None:
         """Load a model and wait for it. Raises ServingError with the server's text when it refuses."""
@@ -53,12 +62,25 @@ class ControlClient:
 
     def metrics(self) -> str:
         """The metrics page."""
-        return self._call("GET", "/metrics", port=self.metrics_port)[1]
+        status, page = self._call("GET", "/metrics", port=self.metrics_port)
+        if status != 200:
+            raise ConnectionError(f"the Triton server answers /metrics with status {status}")
+        return page
 
     def _control(self, model: str, verb: str, timeout_s: float) -> None:
         status, body = self._call("POST", f"/v2/repository/models/{model}/{verb}", b"{}", timeout_s=timeout_s)
         if status != 200:
             raise ServingError(f"{verb} of {model} was refused: {body.strip()}")
+
+    def _read(self, method: str, path: str, value_of: Callable[[Any], Value], body: bytes | None = None) -> Value:
+        """What `value_of` finds in the JSON of a good answer. Raises ConnectionError for any other."""
+        status, text = self._call(method, path, body)
+        if status != 200:
+            raise ConnectionError(f"the Triton server answers {path} with status {status}")
+        try:
+            return value_of(json.loads(text))
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise ConnectionError(f"broken answer of the Triton server to {path}: {error!r}") from None
 
     def _call(
         self, method: str, path: str, body: bytes | None = None, port: int | None = None, timeout_s: float | None = None
@@ -76,10 +98,14 @@ class ControlClient:
 
 
 def parse_metrics(page: str) -> dict[str, dict[str, float]]:
-    """A Prometheus page as `{metric name: {label text: value}}`; label text is what stands between the braces."""
+    """A Prometheus page as `{metric name: {label text: value}}`; label text is what stands between the braces.
+
+    Lines that are no series are passed over.
+    """
     parsed: dict[str, dict[str, float]] = {}
     for match in re.finditer(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)$", page, re.MULTILINE):
-        parsed.setdefault(match[1], {})[match[2] or ""] = float(match[3])
+        with contextlib.suppress(ValueError):
+            parsed.setdefault(match[1], {})[match[2] or ""] = float(match[3])
     return parsed
 
 
@@ -87,3 +113,9 @@ def label(text: str, name: str) -> str:
     """The value of one label in a label text; empty if it is not there."""
     match = re.search(rf'(?:^|,){name}="([^"]*)"', text)
     return match[1] if match else ""
+
+
+def _process_count(config: Any) -> int:
+    if config.get("backend") != "python":
+        return 0
+    return sum(int(group["count"]) * max(1, len(group.get("gpus", []))) for group in config["instance_group"])

@@ -6,12 +6,15 @@ Linux only (`/proc`, `/dev/shm`). Touches nothing whose name does not begin with
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,19 @@ def model_processes(prefix: str) -> list[ModelProcess]:
         if len(words) > 2 and words[0].endswith("triton_python_backend_stub") and words[2].startswith(prefix):
             found.append(ModelProcess(int(folder.name), Path(words[1]).parent.parent.name))
     return found
+
+
+def end_with_parent() -> Callable[[], None]:
+    """A `preexec_fn`: the kernel sends the child SIGTERM when the thread that started it ends, by SIGKILL even."""
+    parent = os.getpid()
+    prctl = ctypes.CDLL(None).prctl  # found before the fork: the child must not load anything
+
+    def ask_kernel() -> None:
+        prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+        if os.getppid() != parent:  # it ended before we could ask
+            os._exit(1)
+
+    return ask_kernel
 
 
 def clean_up(prefix: str) -> None:

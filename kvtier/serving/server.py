@@ -25,7 +25,7 @@ from typing import IO
 from kvtier.serving.errors import ServingError
 from kvtier.serving.http import ControlClient
 from kvtier.serving.locate import locate
-from kvtier.serving.processes import ModelProcess, clean_up, model_processes
+from kvtier.serving.processes import ModelProcess, clean_up, end_with_parent, model_processes
 from kvtier.serving.repository import models_of, overlay
 
 START_ATTEMPTS = 3
@@ -79,14 +79,22 @@ class ServerOptions:
     log: Path | None = None
     """File for the server's output; None: the caller's own stdout and stderr."""
     start_timeout_s: float = 600.0
-    exit_timeout_s: int = 120
-    """How long a stopping server lets answers in flight finish; must cover the longest answer and the unload."""
+    exit_timeout_s: int = 600
+    """How long a stopping server lets answers in flight finish; must cover the longest answer and the unload.
+
+    The default covers 8,000 tokens at 14 a second. A server without requests stops at once whatever this is; what is
+    not finished by then is cut: its client gets an error.
+    """
     extra_arguments: tuple[str, ...] = ()
     """Passed to tritonserver as they are."""
 
 
 class TritonServer:
-    """A running server while the `with` block lasts. One thread drives it; only `request_stop` may come from others."""
+    """A running server while the `with` block lasts.
+
+    One thread drives it, and must last as long as it: where that thread ends, even by SIGKILL of its process, the
+    server gets SIGTERM. Only `request_stop` may come from other threads.
+    """
 
     def __init__(self, options: ServerOptions) -> None:
         self.options = options
@@ -227,6 +235,7 @@ class TritonServer:
             stdout=self._log,
             stderr=self._log,
             start_new_session=True,
+            preexec_fn=end_with_parent(),
         )
 
     def _wait_ready(self) -> int | None:

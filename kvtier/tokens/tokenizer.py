@@ -34,8 +34,11 @@ class Tokenizer:
         self._inner = inner
         self.special_tokens = dict(special_tokens or {})
         self.chat_template = chat_template
-        self.vocab_limit = max(inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        vocab = inner.get_vocab(with_added_tokens=True)
+        self.vocab_limit = max(vocab.values(), default=-1) + 1
         """One more than the highest token id; logits from here on belong to no token."""
+        self.token_bytes_max = max((len(token.encode()) for token in vocab), default=0)
+        """No token stands for more bytes of text than this (byte-level vocabularies spell some bytes with two)."""
         self.special_ids = frozenset(i for i, token in inner.get_added_tokens_decoder().items() if token.special)
         """Ids that `decode` leaves out."""
         self.byte_ids = self._find_byte_ids()

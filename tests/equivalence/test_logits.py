@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 from kvtier.attention import make_backend
 from kvtier.models.decoder import Decoder, NonFiniteError, load_decoder
@@ -243,6 +244,36 @@ def test_fp16_overflow_is_an_error_that_names_the_tokens(tmp_path: Path) -> None
     with pytest.raises(NonFiniteError, match="use dtype bfloat16 or float32") as caught:
         PagedSequences(decoder, blocks=2).run([(0, [7, 5, 6]), (1, [7])])
     assert caught.value.tokens == (1, 2)
+
+
+def test_an_infinite_k_in_fp16_is_an_error_though_no_query_gives_it_weight(tmp_path: Path) -> None:
+    folder = checkpoint_with_infinite_k(tmp_path, 77)
+    with pytest.raises(NonFiniteError, match="in float16 for 1 tokens") as caught:
+        PagedSequences(load(folder, "float16"), blocks=2).run([(0, [5, 6, 77, 8, 9]), (1, [5, 6])])
+    assert caught.value.tokens == (2,)
+    (logits,) = PagedSequences(load(folder, "bfloat16"), blocks=2).run([(0, [5, 6, 77, 8, 9])])
+    assert bool(logits.isfinite().all())
+
+
+def checkpoint_with_infinite_k(folder: Path, token: int) -> Path:
+    """A checkpoint in which `token` has a k beyond float16 in the first layer, whose score with every q is -infinity.
+
+    One slowly turning pair of channels: the k of this token alone is large and positive there, every q negative.
+    """
+    make_checkpoint(folder, seed=14, attention_bias=True)
+    weights = load_file(folder / "model.safetensors")
+    attention = "model.layers.0.self_attn."
+    embedding, k_weight = weights["model.embed_tokens.weight"], weights[f"{attention}k_proj.weight"]
+    embedding[:, 0] = 0
+    embedding[token] = 0
+    embedding[token, 0] = 1
+    for channel in (7, 15):
+        k_weight[channel] = 0
+        k_weight[channel, 0] = 60_000
+        weights[f"{attention}q_proj.weight"][channel::16] = 0
+        weights[f"{attention}q_proj.bias"][channel::16] = -0.01
+    write_weights(folder, weights)
+    return folder
 
 
 def checkpoint_with_down_bias(folder: Path, value: float) -> Path:

@@ -133,6 +133,7 @@ def check_close(chat: Chat, out: torch.Tensor, lse: torch.Tensor, window: int | 
     torch.testing.assert_close(lse.double(), expected_lse[begin:], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("group", "kv_heads", "head_dim", "block_tokens"),
     [
@@ -141,9 +142,9 @@ def check_close(chat: Chat, out: torch.Tensor, lse: torch.Tensor, window: int | 
     ],
 )
 def test_prefill_is_dense_attention(
-    make: MakeBackend, group: int, kv_heads: int, head_dim: int, block_tokens: int
+    make: MakeBackend, group: int, kv_heads: int, head_dim: int, block_tokens: int, dtype: str
 ) -> None:
-    layout = KVLayout(2, kv_heads, head_dim, block_tokens, "float32")
+    layout = KVLayout(2, kv_heads, head_dim, block_tokens, dtype)
     chat = Chat(layout, group * kv_heads, 131, seed=head_dim + group)
     [(out, lse)] = run_pass(make(2), [(chat, 0, chat.length)], None)
     check_close(chat, out, lse, None)

@@ -45,6 +45,8 @@ def test_arrays_of_both_wire_shapes_are_read() -> None:
     assert parse(input_ids=ids).request.prompt == [5, 6, 7]
     assert parse(input_ids=ids[0]).request.prompt == [5, 6, 7]
     assert refusal(input_ids=np.zeros((2, 3), dtype=np.int32)) == "input_ids: a request holds a batch of 1, got 2"
+    stops = np.array([[b"a"], [b"b"]], dtype=np.object_)
+    assert refusal(text_input=text, stop=stops) == "stop: a request holds a batch of 1, got 2"
     assert refusal(text_input=np.array([], dtype=np.object_)) == "text_input: must be one value, got 0"
 
 
@@ -66,6 +68,8 @@ def test_text_must_be_utf8_and_bounded() -> None:
     limits = DoorLimits(text_bytes_max=4, input_ids_max=2, json_bytes_max=10)
     assert refusal(limits=limits, text_input="héll") == "text_input: at most 4 bytes, got 5"
     assert refusal(limits=limits, input_ids=[1, 2, 3]) == "input_ids: at most 2 ids, got 3"
+    assert refusal(limits=limits, input_ids=np.zeros((1, 3), np.int32)) == "input_ids: at most 2 values, got 3"
+    assert refusal(limits=limits, chat="[   ]").startswith("chat: at most 4 bytes")
     assert refusal(limits=limits, text_input="a", sampling_parameters='{"seed": 123}').startswith(
         "sampling_parameters: at"
     )
@@ -183,7 +187,7 @@ def test_stop_is_a_text_a_list_or_a_json_list() -> None:
 
 def test_request_parameters_stand_in_for_inputs_and_sampling() -> None:
     asked = parse(
-        {"temperature": 0.5, "seed": 4, "stream": True, "cache_salt": "t1", "triton_x": 1, "priority": 3},
+        {"temperature": 0.5, "seed": 4, "stream": True, "cache_salt": "t1", "triton_x": 1, "timeout": 3},
         text_input="a",
     )
     assert asked.stream and asked.request.cache_salt == "t1"
@@ -192,9 +196,20 @@ def test_request_parameters_stand_in_for_inputs_and_sampling() -> None:
         "parameters: unknown key 'temprature'; known are text_input"
     )
     assert refusal({"stream": True}, text_input="a", stream=True).startswith("stream: given twice")
-    assert (
-        parse_request({"text_input": "a"}, {"x-id": 1}, DoorLimits(ignored_parameters=("x-id",))).request.prompt == "a"
-    )
+
+
+def test_a_priority_is_a_level_of_the_model_counted_from_its_default() -> None:
+    limits = DoorLimits(priority_levels=3, default_priority_level=2)
+
+    def priority(value: object) -> int:
+        return parse_request({"text_input": "a"}, {"priority": value}, limits).request.priority
+
+    assert [priority(level) for level in (0, 1, 2, 3, "3")] == [0, -1, 0, 1, 1]
+    assert parse(text_input="a").request.priority == 0
+    for level in (4, 10**6, -1, 10**400):
+        assert refusal({"priority": level}, limits, text_input="a").startswith("priority: must be from 0 to 3, got ")
+    assert refusal({"priority": 1}, text_input="a") == "priority: must be from 0 to 0, got 1"
+    assert refusal({"priority": True}, limits, text_input="a") == "priority: must be a whole number, got True"
 
 
 def test_a_value_given_twice_must_agree() -> None:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from tiny import make_checkpoint
 
 from kvtier import Engine, FinishReason, InvalidRequest, Request, SamplingParams, TokenEvent, Unavailable
+from kvtier.models.decoder import NonFiniteError
 from kvtier.sequence import ScheduledSequence
 
 
@@ -153,12 +154,13 @@ def test_an_overflow_in_float16_ends_only_the_request_that_overflowed(tmp_path: 
                 engine.submit(Request(prompt, GREEDY), sink)
             gate.open()
             final = sinks[1].final()
-            assert final.finish_reason is FinishReason.ERROR and isinstance(final.error, InvalidRequest)
-            assert "float16" in str(final.error)
+            assert final.finish_reason is FinishReason.ERROR and isinstance(final.error, NonFiniteError)
+            assert final.error.tokens[0] == poisoned.index(77) and final.error.tokens[-1] < len(poisoned)
+            assert f"in float16 for {len(final.error.tokens)} tokens: use dtype bfloat16" in str(final.error)
             for sink, tokens in zip([sinks[0], *sinks[2:]], expected, strict=True):
                 assert sink.final().finish_reason is FinishReason.LENGTH and sink.token_ids == tokens
-        assert engine.healthy and engine.metrics.request_failures.value("invalid") == 3
-        with pytest.raises(InvalidRequest, match="float16"):
+        assert engine.healthy and engine.metrics.request_failures.value("internal") == 3
+        with pytest.raises(NonFiniteError, match="float16"):
             engine.generate([[77]], GREEDY)
         wait_for(lambda: all_free(engine))
 

@@ -1,10 +1,10 @@
-"""Eviction: one suite for every policy against a naive oracle, then what each policy is for."""
+"""Eviction: one suite for every policy, then what each is for. Oracle: tests/model/test_eviction_model.py."""
 
 from __future__ import annotations
 
 import random
 import typing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import ClassVar
 
 import pytest
@@ -12,8 +12,6 @@ import pytest
 from kvtier.config import EngineConfig
 from kvtier.eviction import (
     POLICIES,
-    BlockUse,
-    EvictionPolicy,
     EvictionQueue,
     LeastRecentlyUsed,
     SmallQueueFirst,
@@ -21,157 +19,6 @@ from kvtier.eviction import (
 from tests.rows import block_hashes
 
 EVERY = pytest.mark.parametrize("name", sorted(POLICIES))
-
-
-@dataclass
-class Oracle:
-    """The same rules, kept the slow and obvious way: all candidates are compared at each eviction."""
-
-    policy: EvictionPolicy
-    capacity: int
-    uses: dict[bytes, BlockUse] = field(default_factory=dict)
-    idle: set[bytes] = field(default_factory=set)
-    ghosts: dict[int, tuple[bytes, float, int]] = field(default_factory=dict)
-    now: float = 0.0
-
-    def insert(self, block_hash: bytes, depth: int, now: float, priority: int) -> None:
-        self.now = max(self.now, now)
-        mark, last_use, uses = self.ghosts.get(self.place(block_hash), (b"", now, 0))
-        if mark == block_hash:
-            del self.ghosts[self.place(block_hash)]
-            use = self.uses[block_hash] = BlockUse(depth, last_use, uses, priority)
-            use.group = self.policy.group(use)
-            self.count(use, uses + 1, now)
-            use.last_use = now
-        else:
-            use = self.uses[block_hash] = BlockUse(depth, now, 1, priority)
-            use.group = self.policy.group(use)
-            self.policy.learn(None, 0.0, use.group)
-
-    def note(self, chain: list[bytes], now: float, uses: int) -> None:
-        self.now = max(self.now, now)
-        most = 0
-        for block_hash in reversed(chain):
-            if block_hash in self.uses:
-                use = self.uses[block_hash]
-                most = max(most, use.uses + uses)
-                if most > use.uses:
-                    self.count(use, most, now if uses else use.last_use)
-                use.last_use = now
-
-    def count(self, use: BlockUse, uses: int, now: float) -> None:
-        left, use.uses = use.group, uses
-        use.group = self.policy.group(use)
-        self.policy.learn(left, max(now - use.last_use, 0.0), use.group)
-
-    def place(self, block_hash: bytes) -> int:
-        return int.from_bytes(block_hash[:8], "little") % max(int(self.policy.ghost_share * self.capacity), 1)
-
-    def remove(self, block_hash: bytes) -> None:
-        use = self.uses.pop(block_hash)
-        self.idle.discard(block_hash)
-        if self.policy.ghost_share:
-            self.ghosts[self.place(block_hash)] = (block_hash, use.last_use, use.uses)
-
-    def key(self, block_hash: bytes) -> tuple[float, ...]:
-        use = self.uses[block_hash]
-        peers = [self.uses[other] for other in self.idle]
-        members = sum((other.priority, other.group) == (use.priority, use.group) for other in peers)
-        value = self.policy.value(use.group, max(self.now - use.last_use, 0.0), members / self.capacity)
-        return (use.priority, value, use.last_use, -use.depth)
-
-    def coldest(self) -> tuple[float, ...] | None:
-        return min((self.key(block_hash) for block_hash in self.idle), default=None)
-
-
-class Machine:
-    """One run: the same random operation on both."""
-
-    def __init__(self, name: str, seed: int) -> None:
-        self.chance = random.Random(seed)
-        self.capacity = self.chance.randint(4, 24)
-        self.queue = EvictionQueue(POLICIES[name], self.capacity)
-        self.oracle = Oracle(POLICIES[name](self.capacity), self.capacity)
-        self.chains = [block_hashes(6, chain) for chain in range(8)]
-        self.now = 0.0
-        self.evicted = self.returned = 0
-
-    def step(self) -> None:
-        self.now += self.chance.choice([0.0, 0.0, 0.1, 3.0, 40.0])
-        self.chance.choice(
-            [self.insert, self.insert, self.use, self.use, self.hold, self.let_go, self.pop, self.drop]
-        )()
-        assert len(self.queue) == len(self.oracle.idle)
-        self.queue.check()
-
-    def chain(self) -> list[bytes]:
-        return self.chance.choice(self.chains)[: self.chance.randint(1, 6)]
-
-    def insert(self) -> None:
-        for depth, block_hash in enumerate(self.chain()):
-            if block_hash in self.oracle.uses:
-                continue
-            if len(self.oracle.uses) == self.capacity:
-                self.pop()
-            if len(self.oracle.uses) < self.capacity:
-                self.returned += self.oracle.ghosts.get(self.oracle.place(block_hash), (b"",))[0] == block_hash
-                priority = int(self.chance.random() < 0.1)
-                self.queue.insert(block_hash, depth, self.now, priority)
-                self.oracle.insert(block_hash, depth, self.now, priority)
-                self.queue.set_idle([block_hash])
-                self.oracle.idle.add(block_hash)
-
-    def use(self) -> None:
-        chain, back_s = self.chain(), self.chance.choice([0.0, 0.0, 5.0])
-        if self.chance.random() < 0.6:
-            self.queue.touch(chain, self.now)
-            self.oracle.note(chain, self.now, 1)
-        else:
-            self.queue.stamp(chain, self.now - back_s)
-            self.oracle.note(chain, self.now - back_s, 0)
-        for block_hash in chain:
-            if block_hash in self.oracle.uses and self.chance.random() < 0.2:
-                assert replace(self.queue.use_of(block_hash)) == self.oracle.uses[block_hash]
-
-    def hold(self) -> None:
-        here = [block_hash for block_hash in self.chain() if block_hash in self.oracle.uses]
-        self.queue.set_busy(here)
-        self.oracle.idle -= set(here)
-
-    def let_go(self) -> None:
-        here = [block_hash for block_hash in self.chain() if block_hash in self.oracle.uses]
-        self.queue.set_idle(here)
-        self.oracle.idle |= set(here)
-
-    def drop(self) -> None:
-        if self.oracle.uses and self.chance.random() < 0.3:
-            block_hash = self.chance.choice(sorted(self.oracle.uses))
-            self.queue.remove(block_hash)
-            self.oracle.remove(block_hash)
-
-    def pop(self) -> None:
-        count = self.chance.choice([0, 1, 1, 2, 5])
-        foreseen = self.queue.coldest(count)
-        gone = self.queue.pop(count)
-        assert gone == foreseen and len(gone) == min(count, len(self.oracle.idle))
-        for block_hash in gone:
-            assert block_hash in self.oracle.idle, "evicted what was in use"
-            assert self.oracle.key(block_hash) == self.oracle.coldest(), "not the coldest"
-            self.oracle.remove(block_hash)
-        self.evicted += len(gone)
-
-
-@EVERY
-def test_the_queue_agrees_with_the_oracle_whatever_happens(name: str) -> None:
-    evicted = returned = 0
-    for seed in range(12):
-        machine = Machine(name, seed)
-        for _ in range(700):
-            machine.step()
-        evicted += machine.evicted
-        returned += machine.returned
-    assert evicted > 1000, "the runs must evict, or they prove nothing"
-    assert (returned > 300) == (POLICIES[name](1).ghost_share > 0), "and meet ghosts again"
 
 
 def grown(name: str, capacity: int, seed: int = 0, requests: int = 3000) -> EvictionQueue:

@@ -126,6 +126,27 @@ def test_eos_is_the_union_and_generation_defaults_apply_only_when_sampling(tmp_p
     assert ModelConfig.from_folder(tmp_path).generation == GenerationDefaults(0.6, 20, 0.9, 0.0, 1.1)
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"repetition_penalty": 1e-300}, r"repetition_penalty is 1e-300, expected a number from 0\.01 to 100"),
+        ({"repetition_penalty": 101}, r"repetition_penalty is 101, expected a number from 0\.01 to 100"),
+        ({"temperature": 1e300}, r"temperature is 1e\+300, expected a number from 0 to 100"),
+        ({"temperature": -1}, r"temperature is -1, expected a number of at least 0"),
+        ({"top_p": 0.0}, r"top_p is 0\.0, expected a number above 0, at most 1"),
+        ({"min_p": 1.5}, r"min_p is 1\.5, expected a number from 0 to 1"),
+        ({"top_k": -3}, r"top_k is -3"),
+    ],
+)
+def test_generation_defaults_beyond_what_a_request_may_ask_are_refused(
+    tmp_path: Path, fields: dict[str, Any], message: str
+) -> None:
+    write_config(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"do_sample": True, **fields}))
+    with pytest.raises(CheckpointError, match=rf"generation_config\.json: {message}"):
+        ModelConfig.from_folder(tmp_path)
+
+
 def test_yarn_stretches_the_context_and_other_ropes_do_not(tmp_path: Path) -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
     assert ModelConfig.from_folder(write_config(tmp_path, rope_scaling=yarn)).context == 2048

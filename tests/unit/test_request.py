@@ -22,7 +22,11 @@ from kvtier.request import Request, SamplingParams
         ("top_p", 0.0, "above 0"),
         ("top_p", 1.5, "1.5"),
         ("min_p", 2, "from 0 to 1"),
-        ("repetition_penalty", 0.0, "above 0"),
+        ("repetition_penalty", 0.0, "from 0.01 to 100"),
+        ("repetition_penalty", 1e-300, "from 0.01 to 100, got 1e-300"),
+        ("repetition_penalty", 101, "from 0.01 to 100, got 101"),
+        ("temperature", 10**400, "from 0 to 100, got a number beyond all bounds"),
+        ("seed", 2**64, "got 18446744073709551616"),
         ("presence_penalty", 3, "from -2"),
         ("frequency_penalty", math.inf, "finite"),
         ("seed", -1, "from 0"),
@@ -35,6 +39,11 @@ def test_impossible_sampling_is_refused(field: str, value: object, said: str) ->
     with pytest.raises(InvalidRequest) as caught:
         SamplingParams(**{field: value})  # type: ignore[arg-type]
     assert field in str(caught.value) and said in str(caught.value)
+
+
+def test_numbers_too_long_to_write_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="max_tokens: must be from 1 to .*, got a number beyond all bounds"):
+        SamplingParams(max_tokens=10**5000)
 
 
 def test_one_stop_string_is_a_list_of_one() -> None:

@@ -224,13 +224,30 @@ def test_masked_tokens_are_never_chosen(given: dict[str, float]) -> None:
 
 @pytest.mark.parametrize("given", [{}, {"temperature": 1.0}, {"repetition_penalty": 2.0}])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_rows_without_a_finite_best_are_a_bug(given: dict[str, float], value: float) -> None:
-    with pytest.raises(AssertionError, match="logits hold"):
-        Sampler().sample(torch.full((1, VOCAB), value), [row(**given)])
-    logits = torch.zeros(2, VOCAB)
-    logits[1, 5] = math.nan
-    with pytest.raises(AssertionError, match="logits hold"):
-        Sampler().sample(logits, [row(**given), row(**given)])
+def test_a_row_without_a_finite_best_gets_no_token_and_the_others_get_theirs(
+    given: dict[str, float], value: float
+) -> None:
+    logits = random_logits(4, seed=9)
+    rows = [row(index, [5], [7], seed=3, **given) for index in range(4)]
+    expected = Sampler().sample(logits, rows)
+    logits[1] = value
+    logits[3, 5] = math.nan  # a token that penalties count
+    assert Sampler().sample(logits, rows) == [expected[0], None, expected[2], None]
+    assert Sampler().sample(logits[1:2], [rows[1]]) == [None]
+
+
+@pytest.mark.parametrize("penalty", [1e-300, 1e-38, 0.01, 100.0])
+def test_penalties_leave_finite_logits_finite_and_masked_tokens_masked(penalty: float) -> None:
+    logits = torch.tensor([[20.0, 3e38, -3e38, -torch.inf, 1.0, -5.0]])
+    sampling = ResolvedSampling(repetition_penalty=penalty, presence_penalty=-2.0, frequency_penalty=2.0)
+    state = SamplerState([0, 1, 2, 3, 5], sampling, 6)
+    penalized = logits[0].numpy().copy()
+    with np.errstate(over="ignore"):
+        state.penalize(penalized)
+    assert np.isfinite(penalized).tolist() == [True, True, True, False, True, True]
+    assert penalized[3] == -math.inf and penalized[1] > penalized[4]
+    (token,) = Sampler().sample(logits, [SampleRow(state, 0)])
+    assert token in (0, 1)
 
 
 MODEL = GenerationDefaults(temperature=0.6, top_k=20, top_p=0.95, min_p=0.1, repetition_penalty=1.05)

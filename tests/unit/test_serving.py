@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import http.client
+import os
+import select
+import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from kvtier.cli.serve import parse
-from kvtier.serving import Ports, ServingError, Watch
-from kvtier.serving.http import label, parse_metrics
+from kvtier.serving import Ports, ServerOptions, ServingError, Watch
+from kvtier.serving.http import ControlClient, label, parse_metrics
 from kvtier.serving.locate import check_numpy, package_of
 from kvtier.serving.processes import ModelProcess
 from kvtier.serving.repository import models_of, overlay
@@ -87,11 +94,77 @@ def test_a_repository_without_models_is_refused(tmp_path: Path, make: bool) -> N
 
 
 def test_a_metrics_page_is_read() -> None:
-    page = '# HELP a x\na{model="m",instance="m_0"} 1\nb 2.5\n'
+    page = '# HELP a x\na{model="m",instance="m_0"} 1\nb 2.5\n<html> </html>\nc none\n'
     parsed = parse_metrics(page)
     assert parsed == {"a": {'model="m",instance="m_0"': 1.0}, "b": {"": 2.5}}
     assert label('model="m",instance="m_0"', "instance") == "m_0"
     assert label('model="m"', "el") == ""
+
+
+class Answer:
+    """What the server says to any HTTP request."""
+
+    def __init__(self, status: int, body: bytes) -> None:
+        self.status = status
+        self._body = body
+
+    def read(self) -> bytes:
+        return self._body
+
+
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [(503, b'{"error": "unavailable"}'), (200, b""), (200, b"[1]"), (200, b"{}"), (200, b"null"), (200, b"\xff[{")],
+)
+def test_an_odd_answer_is_an_oserror_whatever_was_asked(status: int, body: bytes) -> None:
+    control = ControlClient("localhost", 1, 1)
+    connection = mock.Mock(spec=http.client.HTTPConnection)
+    connection.getresponse.return_value = Answer(status, body)
+    with mock.patch("http.client.HTTPConnection", return_value=connection):
+        if body != b"{}":  # an empty object: no model, and a model that the Python backend does not run
+            with pytest.raises(ConnectionError):
+                control.ready_models()
+            with pytest.raises(ConnectionError):
+                control.process_count("m")
+        with pytest.raises(ConnectionError):
+            control.version()
+        if status != 200:
+            with pytest.raises(ConnectionError):
+                control.metrics()
+            assert not control.ready()
+            with pytest.raises(ServingError, match="load of m was refused"):
+                control.load("m", 1.0)
+
+
+PARENT = """
+import subprocess, sys, time
+from kvtier.serving.processes import end_with_parent
+command = [sys.executable, "-c", "import time; time.sleep(60)"]
+child = subprocess.Popen(command, preexec_fn=end_with_parent(), start_new_session=True)
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_killed_supervisor_takes_its_server_with_it() -> None:
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        child = os.pidfd_open(int(parent.stdout.readline()))
+        try:
+            assert not select.select([child], [], [], 0)[0]
+            parent.kill()
+            assert select.select([child], [], [], 20)[0], "the child outlived its parent"
+        finally:
+            if not select.select([child], [], [], 0)[0]:
+                signal.pidfd_send_signal(child, signal.SIGKILL)
+            os.close(child)
+
+
+def test_the_exit_timeout_covers_a_long_answer_and_is_an_option() -> None:
+    context, tokens_per_second, unload_s = 8192, 14, 10
+    assert ServerOptions().exit_timeout_s >= context / tokens_per_second + unload_s
+    assert parse([]).exit_timeout_s == ServerOptions().exit_timeout_s
+    assert parse(["--exit-timeout-secs=7"]).exit_timeout_s == 7
 
 
 class FakeServer:
@@ -104,6 +177,7 @@ class FakeServer:
         self.up = 1
         self.reloads = 0
         self.refuse = False
+        self.now = 0.0
 
     def metrics(self) -> str:
         return f'kvtier_engine_up{{model="m",instance="m_0_0"}} {self.up}\n'
@@ -124,6 +198,9 @@ class FakeServer:
             raise ServingError("no memory")
         self.ready, self.alive, self.up = {"m"}, 1, 1
 
+    def clock(self) -> float:
+        return self.now
+
 
 @pytest.fixture
 def fake() -> FakeServer:
@@ -137,12 +214,18 @@ def lines() -> list[str]:
 
 @pytest.fixture
 def watch(fake: FakeServer, lines: list[str]) -> Watch:
-    return Watch(fake, lines.append)  # type: ignore[arg-type]
+    return Watch(fake, lines.append, fake.clock)  # type: ignore[arg-type]
+
+
+def poll(watch: Watch, fake: FakeServer, until: float) -> None:
+    """Poll twice a second from now on."""
+    while fake.now < until:
+        watch.poll()
+        fake.now += 0.5
 
 
 def test_a_healthy_model_is_left_alone(fake: FakeServer, watch: Watch) -> None:
-    for now in range(5):
-        watch.poll(now)
+    poll(watch, fake, 5.0)
     assert fake.reloads == 0
 
 
@@ -151,37 +234,63 @@ def test_a_dead_model_is_reloaded_once_two_polls_agree(
     fake: FakeServer, watch: Watch, lines: list[str], field: str, reason: str
 ) -> None:
     setattr(fake, field, 0)
-    watch.poll(0.0)
+    poll(watch, fake, 0.5)
     assert fake.reloads == 0
-    for now in (0.5, 1.0, 1.5):
-        watch.poll(now)
+    poll(watch, fake, 5.0)
     assert fake.reloads == 1
-    assert len(lines) == 1
-    assert reason in lines[0]
+    assert lines == [f"model m: {reason}; reloaded in 0.0 s"]
 
 
 def test_a_moments_doubt_is_forgotten(fake: FakeServer, watch: Watch) -> None:
-    for now in range(6):
-        fake.up = now % 2
-        watch.poll(now)
+    for step in range(6):
+        fake.up = step % 2
+        watch.poll()
     assert fake.reloads == 0
 
 
 def test_a_model_somebody_unloaded_stays_unloaded(fake: FakeServer, watch: Watch) -> None:
     fake.ready, fake.alive, fake.up = set(), 0, 0
-    for now in range(5):
-        watch.poll(now)
+    poll(watch, fake, 5.0)
     assert fake.reloads == 0
+
+
+def test_a_server_that_answers_nonsense_is_asked_again(fake: FakeServer, watch: Watch) -> None:
+    fake.alive = 0
+    with mock.patch.object(FakeServer, "ready_models", side_effect=ConnectionError("broken answer")):
+        poll(watch, fake, 5.0)
+    assert fake.reloads == 0
+    poll(watch, fake, 10.0)
+    assert fake.reloads == 1
 
 
 def test_a_refused_reload_is_tried_again_more_and_more_slowly(fake: FakeServer, watch: Watch, lines: list[str]) -> None:
     fake.alive, fake.refuse = 0, True
-    for tenth in range(0, 100, 5):
-        watch.poll(tenth / 10)
+    poll(watch, fake, 10.0)
     assert fake.reloads == 4, "after 0.5, 1.5, 3.5 and 8.5 s"
     assert "again in 5 s: no memory" in lines[2]
     fake.refuse = False
-    watch.poll(60.0)
-    watch.poll(120.0)
+    poll(watch, fake, 120.0)
     assert fake.reloads == 5
     assert "reloaded" in lines[-1]
+
+
+def test_a_model_that_dies_again_and_again_is_reloaded_more_and_more_slowly(
+    fake: FakeServer, watch: Watch, lines: list[str]
+) -> None:
+    while fake.now < 300.0:  # it lives for two seconds each time
+        poll(watch, fake, fake.now + 2.0)
+        fake.up = 0
+        count = fake.reloads
+        while fake.reloads == count:
+            poll(watch, fake, fake.now + 0.5)
+    assert fake.reloads < 20, "without waits it is more than 100"
+    assert "kvtier_engine_up is 0, within 60 s of its last reload (3 in a row); the next one in 5 s" in "".join(lines)
+    assert lines[-2].endswith("the next one in 30 s")
+
+
+def test_a_model_that_was_steady_is_reloaded_at_once_again(fake: FakeServer, watch: Watch, lines: list[str]) -> None:
+    for _ in range(3):
+        fake.up = 0
+        poll(watch, fake, fake.now + 70.0)
+    assert fake.reloads == 3
+    assert all("reloaded in" in line for line in lines), lines

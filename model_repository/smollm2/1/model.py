@@ -12,7 +12,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ import triton_python_backend_utils as triton
 
 from kvtier import Engine, EngineConfig, InvalidRequest, TokenEvent, Unavailable
 from kvtier.config import PATH_KEYS
-from kvtier.door import DoorRequest, parse_request, response_fields
+from kvtier.door import DoorLimits, DoorRequest, parse_request, response_fields
 from kvtier.metrics import Family, Kind, Labels
 from kvtier.outbox import merge
 from kvtier.session import RequestHandle
@@ -32,7 +31,11 @@ CANCEL_POLL_S = 0.05
 """How often clients are asked whether they have gone."""
 CANCEL_SHARE = 0.05
 """Share of one thread that asking may take (about 22 us a request)."""
+TEXT_BYTES_MIN = 64 << 10
+"""Texts up to this length are always looked at, however small the model's context is."""
 PUBLISH_S = 0.5
+PUBLISH_FAILURES_MAX = 10
+"""Publications that fail in a row before the engine is reported as down, so that its model is reloaded."""
 OBSERVATIONS_MAX = 2000
 """Histogram observations kept between two publications (about 15 us each)."""
 CLOSE_S = 20.0
@@ -50,9 +53,13 @@ class TritonPythonModel:
         self._types = {
             item["name"]: triton.triton_string_to_numpy(item["data_type"]) for item in model_config["output"]
         }
-        self._default_level = int(model_config["dynamic_batching"]["default_priority_level"])
         self._engine = Engine(EngineConfig.load(folder / "engine.yaml", overrides(model_config, folder)))
-        self._publisher = Publisher(self._engine, args["model_name"], args["model_instance_name"])
+        try:
+            self._limits = limits_of(self._engine, model_config)
+            self._publisher = Publisher(self._engine, args["model_name"], args["model_instance_name"])
+        except BaseException:
+            self._engine.close(CLOSE_S)
+            raise
         self._cancels = CancelWatch()
 
     def execute(self, requests: list[Any]) -> None:
@@ -66,27 +73,24 @@ class TritonPythonModel:
 
     def finalize(self) -> None:
         """Close the engine; requests still running are answered as cancelled."""
-        self._engine.close(CLOSE_S)
-        self._cancels.close()
-        self._publisher.close()
+        try:
+            self._engine.close(CLOSE_S)
+        finally:
+            self._cancels.close()
+            self._publisher.close()
 
     def _accept(self, request: Any, sender: Any) -> None:
         """Parse and submit. An error leaves no trace, so that the caller may answer it."""
-        fields = {tensor.name(): tensor.as_numpy().reshape(-1).tolist() for tensor in request.inputs()}
+        fields = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
         parameters = json.loads(request.parameters() or "{}")
         try:
-            asked = parse_request(fields, parameters)
+            asked = parse_request(fields, parameters, self._limits)
         except InvalidRequest:
             self._engine.metrics.request_failures.add(1, "invalid")
             raise
         delivery = Delivery(sender, asked, self._tensors)
-        delivery.handle = self._engine.submit(replace(asked.request, priority=self._priority(parameters)), delivery)
+        delivery.handle = self._engine.submit(asked.request, delivery)
         self._cancels.add(delivery)
-
-    def _priority(self, parameters: Mapping[str, object]) -> int:
-        """The engine's priority for Triton's level, 0 for the default one. gRPC levels reach the batcher alone."""
-        level = parameters.get("priority")
-        return level - self._default_level if isinstance(level, int) and level > 0 else 0
 
     def _tensors(self, fields: Mapping[str, object]) -> list[Any]:
         """Outputs by name as Triton tensors of the configured types, `[1, n]` or `[n]`."""
@@ -178,10 +182,19 @@ class CancelWatch:
             started = time.monotonic()
             with self._lock:
                 asked, self._deliveries = self._deliveries, []
-            left = [delivery for delivery in asked if not delivery.gone()]
+            left = [delivery for delivery in asked if not _gone(delivery)]
             with self._lock:
                 self._deliveries += left
             pause_s = max(CANCEL_POLL_S, (time.monotonic() - started) / CANCEL_SHARE)
+
+
+def _gone(delivery: Delivery) -> bool:
+    """As `Delivery.gone`; one that cannot be asked is not asked again: its answer goes on, the others' watch too."""
+    try:
+        return delivery.gone()
+    except Exception:
+        _log.exception("a request cannot be asked whether its client has gone")
+        return True
 
 
 class Publisher:
@@ -192,18 +205,21 @@ class Publisher:
     """
 
     def __init__(self, engine: Engine, model: str, instance: str) -> None:
-        """Start, and return once the first numbers are out."""
+        """Start, and return once the first numbers are out; raises RuntimeError if that does not come to pass."""
         self._engine = engine
         self._metrics = engine.metrics
         self._model = model
         self._instance = instance
         self._published: dict[tuple[str, Labels], float] = {}
         self._metrics.keep_observations(OBSERVATIONS_MAX)
+        self._failure: Exception | None = None
         self._started = threading.Event()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvtier-metrics", daemon=True)
         self._thread.start()
-        self._started.wait(CLOSE_S)
+        if not self._started.wait(CLOSE_S) or self._failure is not None:
+            self._stop.set()
+            raise RuntimeError(f"the server's metrics take no numbers, {CLOSE_S:g} s long") from self._failure
 
     def close(self) -> None:
         """Publish the last counts, zero the gauges, end the thread. The engine must be closed."""
@@ -212,6 +228,30 @@ class Publisher:
         self._thread.join(CLOSE_S)
 
     def _run(self) -> None:
+        try:
+            self._declare()
+            self._publish()
+        except Exception as error:
+            self._failure = error
+            return
+        finally:
+            self._started.set()
+        failure_count = 0
+        while True:
+            stopped = self._stop.wait(PUBLISH_S)
+            try:
+                self._publish()
+                failure_count = 0
+            except Exception:  # what was not passed on is passed on the next time, but for a histogram's values
+                failure_count += 1
+                if failure_count <= PUBLISH_FAILURES_MAX:
+                    _log.exception("metrics could not be published, %d times in a row", failure_count)
+                if failure_count == PUBLISH_FAILURES_MAX:
+                    self._report_down()
+            if stopped:
+                return
+
+    def _declare(self) -> None:
         # Kept until this process ends: a family that is let go takes its values with it.
         self._families = [triton_family(family) for family in self._metrics.families]
         self._series = {
@@ -219,13 +259,13 @@ class Publisher:
             for family, created in zip(self._metrics.families, self._families, strict=True)
             for labels in family.label_values
         }
-        stopped = False
-        while True:
-            self._publish()
-            self._started.set()
-            if stopped:
-                return
-            stopped = self._stop.wait(PUBLISH_S)
+
+    def _report_down(self) -> None:
+        """Numbers that stand still would hide a failed engine: the supervisor shall reload the model."""
+        try:
+            self._series[(self._metrics.engine_up.family.name, ())].set(0.0)
+        except Exception:
+            _log.exception("the model must be reloaded, but that cannot be said either")
 
     def _publish(self) -> None:
         if not self._stop.is_set():
@@ -276,6 +316,19 @@ def send_error(sender: Any, error: Exception) -> None:
         sender.send(triton.InferenceResponse(error=answer), flags=triton.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
     except Exception:  # FINAL was sent before
         _log.exception("an error could not be sent")
+
+
+def limits_of(engine: Engine, model_config: Mapping[str, Any]) -> DoorLimits:
+    """What a request may hold: never more than the context does, so that nobody waits for a prompt that is refused."""
+    context = min(engine.model_config.context, engine.config.context or engine.model_config.context)
+    token_bytes_max = engine.tokenizer.token_bytes_max if engine.tokenizer is not None else 0
+    batching = model_config.get("dynamic_batching", {})
+    return DoorLimits(
+        text_bytes_max=max(TEXT_BYTES_MIN, context * token_bytes_max),
+        input_ids_max=context,
+        priority_levels=int(batching.get("priority_levels", 0)),
+        default_priority_level=int(batching.get("default_priority_level", 0)),
+    )
 
 
 def overrides(model_config: Mapping[str, Any], folder: Path) -> dict[str, str]:
