@@ -82,9 +82,9 @@ class Client:
     ) -> Generator[Response, None, None]:
         """Send one request and yield its responses until the last; closing the iterator cancels the request.
 
-        Names are those of `kvtier.door.INPUTS`; values are bool, int, float, str or lists of int or str. Raises
-        ServerError, also when the answer takes longer than `timeout_s`: a model process that dies leaves its clients
-        waiting, so give one where that matters.
+        Names are those of `kvtier.door.INPUTS`; values are bool, int, float, str or lists of int or str, or numpy
+        arrays, which go out in their own type and shape. Raises ServerError, also when the answer takes longer than
+        `timeout_s`: a model process that dies leaves its clients waiting, so give one where that matters.
         """
         grpc = self._grpc
         answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
@@ -119,6 +119,12 @@ class Client:
             client.close()
 
     def _tensor(self, name: str, value: object) -> Any:
+        if isinstance(value, np.ndarray):
+            from tritonclient.utils import np_to_triton_dtype
+
+            tensor = self._grpc.InferInput(name, list(value.shape), np_to_triton_dtype(value.dtype))
+            tensor.set_data_from_numpy(value)
+            return tensor
         wire_type = INPUTS[name].data_type.removeprefix("TYPE_").replace("STRING", "BYTES")
         values = value if isinstance(value, (list, tuple)) else [value]
         encoded = [item.encode() if isinstance(item, str) else item for item in values]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+from collections import Counter
 from dataclasses import dataclass
 
 from kvtier.block import BlockHash, Tier
@@ -71,7 +72,7 @@ class Demoter:
         self._onward: set[BlockHash] = set()
         """On their way to DRAM, and wanted on NVMe from there."""
         self._drains: dict[Tier, set[BlockHash]] = {}
-        self._retry_at = {Tier.DRAM: 0.0, Tier.NVME: 0.0}
+        self._retry_at = dict.fromkeys(Tier, 0.0)
         self._back_at = 0.0
         self.dropped_count = 0
 
@@ -123,7 +124,7 @@ class Demoter:
     def pump(self, now: float) -> None:
         """Start as many wished writes as the shelves take, and wish for what the policy wants."""
         self._wish_back(now)
-        for tier in (Tier.DRAM, Tier.NVME):
+        for tier in (Tier.NVME, Tier.DRAM):  # a lease keeps a row that a DRAM write would evict
             while self._wishes[tier] and now >= self._retry_at[tier] and self._start(tier, now):
                 pass
 
@@ -131,12 +132,10 @@ class Demoter:
         """A write to a shelf has ended, well or not; its source is free again."""
         write = self._writes.pop((tier, done.ticket))
         self._writing[tier].discard(write.block_hash)
-        self._retry_at[tier] = 0.0
         source = self._free(write)
-        if tier is Tier.DRAM and write.block_hash in self._onward:
-            self._onward.discard(write.block_hash)
-            if self._shelves[Tier.DRAM].holds(write.block_hash):
-                self.wish(Tier.NVME, write.block_hash, write.depth)
+        self._retry_at[tier] = self._retry_at[source] = 0.0  # a lease given back makes room on DRAM
+        if tier is Tier.DRAM:
+            self._go_on(write)
         if done.outcome is ShelfOutcome.DONE:
             slot = self._resident.find(write.block_hash)
             if slot is not None:  # the row is as old as the block, or writing late would make it outlive its parents
@@ -188,6 +187,8 @@ class Demoter:
                 if not shelf.holds(write.block_hash):
                     refused = True
                     continue
+                if tier is Tier.DRAM:
+                    self._go_on(write)
             del wishes[write.block_hash]
         if refused:
             self._retry_at[tier] = now + RETRY_S
@@ -208,6 +209,13 @@ class Demoter:
         dram = self._shelves[Tier.DRAM]
         records = dram.find([block_hash])
         return dram.acquire(records)[0] if records else None
+
+    def _go_on(self, write: _Write) -> None:
+        """A write to DRAM is over: if the row is there and wanted on NVMe, it goes on."""
+        if write.block_hash in self._onward:
+            self._onward.discard(write.block_hash)
+            if self._shelves[Tier.DRAM].holds(write.block_hash):
+                self.wish(Tier.NVME, write.block_hash, write.depth)
 
     def _drop(self, block_hash: BlockHash) -> None:
         self.dropped_count += 1
@@ -243,7 +251,7 @@ class Demoter:
     def _resident_idle(self) -> set[BlockHash]:
         """Sealed blocks of HBM that no sequence holds; those only a write still holds count."""
         slots = self._resident.coldest(self._resident.slot_count)
-        slots += [slot for slot in set(self.holds()) if self._resident.holds(slot) == 1]
+        slots += [slot for slot, count in Counter(self.holds()).items() if self._resident.holds(slot) == count]
         return {block_hash for slot in slots if (block_hash := self._resident.hash_of(slot)) is not None}
 
     def _shelved(self, tier: Tier) -> set[BlockHash]:
@@ -255,11 +263,12 @@ class Demoter:
 
     def _drain_hbm(self, left: set[BlockHash], give_up: bool) -> None:
         below = [tier for tier in (Tier.DRAM, Tier.NVME) if tier in self._shelves]
+        writing = Counter(self.holds())
         gone: list[int] = []
         for block_hash in list(left):
             slot = self._resident.find(block_hash)
             copied = not below or give_up or any(self._shelves[tier].holds(block_hash) for tier in below)
-            if slot is None or self._resident.holds(slot) > 1:
+            if slot is None or self._resident.holds(slot) > writing[slot]:  # a sequence has taken it again
                 left.discard(block_hash)
             elif not copied:
                 self.wish(below[0], block_hash, self._resident.depth_of(slot))

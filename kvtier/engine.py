@@ -172,7 +172,9 @@ class EventStream(Iterator[TokenEvent]):
         return event
 
     def collect(self) -> Completion:
-        """Wait for the rest of the answer and return it whole."""
+        """Wait for what is left of the answer and return it whole. Raises ValueError if the stream has ended."""
+        if self._finished:
+            raise ValueError("collect: this stream has ended or was closed, nothing of the answer is left")
         text: list[str] = []
         token_ids: list[int] = []
         for event in self:

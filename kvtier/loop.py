@@ -146,7 +146,7 @@ class EngineLoop:
             return True
         error = Unavailable("the engine is shutting down and could not end this request in time")
         for sequence in list(self._live.values()):
-            self._send_final(sequence, TokenEvent("", (), FinishReason.ERROR, None, error))
+            self._send(sequence, TokenEvent("", (), FinishReason.ERROR, None, error))
         return False
 
     # ---- engine thread ---------------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ class EngineLoop:
             for sequence in list(self._live.values()):
                 self._metrics.requests.add(1, FinishReason.ERROR.value)
                 self._metrics.request_failures.add(1, "internal")
-                self._send_final(sequence, TokenEvent("", (), FinishReason.ERROR, None, error))
+                self._send(sequence, TokenEvent("", (), FinishReason.ERROR, None, error))
         finally:
             for drain in self._drains:
                 drain.done.set()
@@ -217,7 +217,7 @@ class EngineLoop:
             else:
                 self._metrics.tpot_seconds.observe(session.gap_s)
             if reason is None:
-                self._outbox.post(part.sequence.number, session.mailbox, TokenEvent(text, (token,)))
+                self._send(part.sequence, TokenEvent(text, (token,)))
             else:
                 self._end(part.sequence, reason, text, (token,))
 
@@ -227,13 +227,13 @@ class EngineLoop:
         for origin, count in usage.origin.as_dict().items():
             self._metrics.prompt_tokens.add(count, origin)
         self._metrics.requests.add(1, reason.value)
-        self._send_final(sequence, TokenEvent(text, token_ids, reason, usage))
+        self._send(sequence, TokenEvent(text, token_ids, reason, usage))
 
     def _fail(self, sequence: Sequence, error: Unavailable | NonFiniteError) -> None:
         self._scheduler.finish(sequence, FinishReason.ERROR, time.monotonic())
         self._metrics.requests.add(1, FinishReason.ERROR.value)
         self._metrics.request_failures.add(1, "unavailable" if isinstance(error, Unavailable) else "internal")
-        self._send_final(sequence, TokenEvent("", (), FinishReason.ERROR, None, error))
+        self._send(sequence, TokenEvent("", (), FinishReason.ERROR, None, error))
 
     def _fail_overflowed(self, plan: list[ScheduledSequence], error: NonFiniteError) -> None:
         """End the sequences whose tokens overflowed; nothing was committed, so the others run their part again."""
@@ -244,12 +244,13 @@ class EngineLoop:
             if own:
                 self._fail(part.sequence, NonFiniteError(own, error.dtype))
 
-    def _send_final(self, sequence: Sequence, event: TokenEvent) -> None:
-        """Whoever takes a sequence out of the live ones owns its final event."""
+    def _send(self, sequence: Sequence, event: TokenEvent) -> None:
+        """Post an event of a live sequence; a final one ends its life, so nothing can follow. Also from `close`."""
         with self._lock:
-            owned = self._live.pop(sequence.number, None) is not None
-        if owned:
-            self._outbox.post(sequence.number, session_of(sequence).mailbox, event)
+            if sequence.number in self._live:
+                if event.finish_reason is not None:
+                    del self._live[sequence.number]
+                self._outbox.post(sequence.number, session_of(sequence).mailbox, event)
 
     def _balance(self, now: float) -> None:
         while self._drains:

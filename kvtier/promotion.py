@@ -204,6 +204,8 @@ class Promoter:
         nvme = self._shelves.get(Tier.NVME)
         if arrival.tier is Tier.DRAM and nvme is not None and (records := nvme.find([arrival.block_hash])):
             arrival.tier = Tier.NVME
+            for fetch, place in arrival.waiting:
+                fetch.sources[place] = Tier.NVME
             self._submit(Tier.NVME, [(arrival, records[0])])
             return
         del self._by_hash[arrival.block_hash]

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from itertools import takewhile
 from pathlib import Path
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -241,8 +242,9 @@ def table(runs: Sequence[Run], prompts: Sequence[Prompt]) -> Table:
     """All runs; ratios are those of the second half."""
     asked = sum(len(prompt.hashes) for prompt in prompts)
     minutes = (prompts[-1].at_s - prompts[0].at_s) / 60
-    result = Table(title=f"Leading hits in % of {asked:,} blocks of {len(prompts):,} prompts in {minutes:.0f} minutes")
-    names = ("blocks", "policy", "1st half", "2nd half", "whole", "2nd / LRU", "us/use", "us/eviction")
+    title = f"Leading hits in % of {asked:,} blocks of {len(prompts):,} prompts in {minutes:.0f} minutes"
+    result = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    names = ("blocks", "policy", "1st half", "2nd half", "whole", "2nd/LRU", "us/use", "us/evict")
     for name in names:
         result.add_column(name, justify="left" if name == "policy" else "right", no_wrap=True)
     yardsticks = {run.capacity: run.share_second_half for run in runs if run.policy == "lru"}

@@ -139,10 +139,11 @@ class SteppedTiers:
         fetch_deadline_s: float = 5.0,
         late_s: float = 5.0,
         eviction: PolicyMaker = LeastRecentlyUsed,
+        spare_count: int = 0,
     ) -> None:
         self.arena = HbmArena(LAYOUT, hbm)
         self.metrics = Metrics()
-        self.store = Store(LAYOUT, self.arena, eviction, self.metrics, policy, fetch_deadline_s)
+        self.store = Store(LAYOUT, self.arena, eviction, self.metrics, policy, fetch_deadline_s, spare_count)
         self.io: dict[Tier, SteppedIo] = {}
         self.slabs: dict[Tier, Slab] = {}
         self.shelves: dict[Tier, Shelf] = {}
@@ -192,6 +193,14 @@ class SteppedTiers:
         for _ in range(1000):
             self.store.poll(now)
             if self.step() == 0 and not self.store.busy:
+                return
+        raise AssertionError("transfers never end")
+
+    def settle_all_but_hung(self, now: float) -> None:
+        """Run everything that can still move to where it ends."""
+        for _ in range(1000):
+            self.store.poll(now)
+            if self.step() == 0:
                 return
         raise AssertionError("transfers never end")
 

@@ -1,9 +1,10 @@
-"""The door: what crosses the wire, as plain functions of plain values.
+"""The door: what crosses the wire, as plain functions of plain values, and the watch for clients that go.
 
 Owns names, types and meanings of inputs and outputs, and every check on them that needs no model. Does not know the
 Triton server: model.py hands tensors to `parse_request` and makes tensors of what `response_fields` gives.
 """
 
+from kvtier.door.cancel_watch import CancelWatch
 from kvtier.door.inputs import INPUTS, Tensor
 from kvtier.door.outputs import ORIGIN_OUTPUTS, OUTPUTS, response_fields
 from kvtier.door.parse import DoorLimits, DoorRequest, parse_request
@@ -14,6 +15,7 @@ __all__ = [
     "ORIGIN_OUTPUTS",
     "OUTPUTS",
     "SAMPLING_KEYS",
+    "CancelWatch",
     "DoorLimits",
     "DoorRequest",
     "Tensor",

@@ -18,6 +18,8 @@ from kvtier.request import SALT_CHARACTERS_MAX, Request, SamplingParams
 
 _TRITON_KEYS = ("priority", "timeout", "sequence_id", "sequence_start", "sequence_end", "headers")
 _TRITON_PREFIX = "triton_"
+TEXT_BYTES_MIN = 64 << 10
+"""Texts up to this length are always looked at, however small the model's context is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,15 @@ class DoorLimits:
     priority_levels: int = 0
     """As in config.pbtxt: levels go from 1, the most urgent, to this. 0: there are none."""
     default_priority_level: int = 0
+
+    @classmethod
+    def of_model(cls, context: int, token_bytes_max: int, levels: int, default_level: int) -> DoorLimits:
+        """Never more than a context of so many tokens, none longer than `token_bytes_max` bytes, can hold.
+
+        A text beyond that would keep every other request waiting while it is tokenized, only to be refused.
+        """
+        text_bytes_max = max(TEXT_BYTES_MIN, context * token_bytes_max)
+        return cls(text_bytes_max, context, priority_levels=levels, default_priority_level=default_level)
 
 
 @dataclass(frozen=True, slots=True)

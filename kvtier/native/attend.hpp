@@ -49,7 +49,8 @@ class TileTask {
 
     static long scratch_floats(const AttendArguments& arguments, const AttendTasks& tasks) {
         const long width = padded(arguments.rows.dim), rows = tasks.tile_rows_max;
-        const long own = 2 * rows * width + 4 * (rows + 16) + (2 * SPAN + 1 + BLOCK_ROWS) * width + padded(int(rows)) * SPAN + 8 * 16;
+        const long own = 2 * rows * width + 4 * (rows + 16) + (2 * SPAN + 1 + BLOCK_ROWS) * width +
+                         padded(int(rows)) * SPAN + 8 * 16;
         if constexpr (ON_UNIT) return own + Unit::scratch_floats(arguments.rows.dim, tasks.tile_rows_max);
         return own;
     }

@@ -101,7 +101,8 @@ struct Simd {
     static void interleave(const bf16* a, const bf16* b, int count, float* to, bool all) {
         const __m512i x = _mm512_maskz_loadu_epi32(mask(count / 2), a), y = _mm512_maskz_loadu_epi32(mask(count / 2), b);
         const __m512i low = _mm512_unpacklo_epi16(x, y), high = _mm512_unpackhi_epi16(x, y);
-        const __m512i first = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), second = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
+        const __m512i first = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11);
+        const __m512i second = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
         _mm512_store_si512(to, _mm512_permutex2var_epi64(low, first, high));
         if (all) _mm512_store_si512(to + 16, _mm512_permutex2var_epi64(low, second, high));
     }
@@ -125,7 +126,7 @@ struct Simd {
             y[i + 2] = _mm512_unpacklo_epi64(b, d);
             y[i + 3] = _mm512_unpackhi_epi64(b, d);
         }
-        for (int i = 0; i < 4; ++i) {  // 4x4 lanes: y[i + 4 g] holds columns i, 4 + i, 8 + i, 12 + i of rows 4 g .. 4 g + 3
+        for (int i = 0; i < 4; ++i) {  // 4x4 lanes: y[i + 4 g] has columns i, 4 + i, 8 + i, 12 + i of rows 4 g .. 4 g + 3
             const __m512i a = _mm512_shuffle_i32x4(y[i], y[i + 4], 0x88), b = _mm512_shuffle_i32x4(y[i], y[i + 4], 0xdd);
             const __m512i c = _mm512_shuffle_i32x4(y[i + 8], y[i + 12], 0x88);
             const __m512i d = _mm512_shuffle_i32x4(y[i + 8], y[i + 12], 0xdd);

@@ -269,9 +269,10 @@ def checkpoint_with_infinite_k(folder: Path, token: int) -> Path:
     embedding[token, 0] = 1
     for channel in (7, 15):
         k_weight[channel] = 0
-        k_weight[channel, 0] = 60_000
+        weights[f"{attention}k_proj.bias"][channel] = 0
         weights[f"{attention}q_proj.weight"][channel::16] = 0
         weights[f"{attention}q_proj.bias"][channel::16] = -0.01
+    k_weight[7, 0] = 60_000
     write_weights(folder, weights)
     return folder
 

@@ -25,7 +25,7 @@ MODEL = "smollm2"
 """The name both models are served under: that of the shipped folder."""
 TINY_CONTEXT = 8192
 TINY_HBM = "1MiB"
-"""85 blocks of 3 layers x 4 KiB, 16 tokens each: 1,360 tokens."""
+"""85 blocks of 3 layers x 4 KiB, 16 tokens each: 1,360 tokens, of which one request may use nearly all."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

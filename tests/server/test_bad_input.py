@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 from conftest import TINY_CONTEXT, post
 
@@ -38,6 +39,24 @@ CASES: dict[str, tuple[dict[str, object], list[str]]] = {
         [str(TINY_CONTEXT + 1), str(TINY_CONTEXT)],
     ),
     "prompt longer than HBM": ({"input_ids": [5] * (TINY_CONTEXT - 10)}, [str(TINY_CONTEXT - 10), "tiers.hbm.bytes"]),
+    "prompt and answer longer than HBM": (
+        {"input_ids": [5] * 1000, "max_tokens": 1000},
+        ["max_tokens", "1000 prompt tokens", "tiers.hbm.bytes"],
+    ),
+    "text longer than any context": (
+        {"text_input": "x" * (TINY_CONTEXT * 13 + 1)},
+        ["text_input", str(TINY_CONTEXT * 13), str(TINY_CONTEXT * 13 + 1)],
+    ),
+    "two prompts in one request": ({"input_ids": np.full((2, 3), 5, np.int32)}, ["input_ids", "batch of 1", "2"]),
+    "two lists of stops": (
+        {"input_ids": np.full((2, 1), 5, np.int32), "stop": np.array([[b"a"], [b"b"]], np.object_)},
+        ["batch of 1", "2"],
+    ),
+    "wrong type of an input": ({**TEXT, "max_tokens": np.array([[4.0]], np.float32)}, ["max_tokens", "FP32", "INT32"]),
+    "wrong type of token ids": ({"input_ids": np.array([[1, 2]], np.int64)}, ["input_ids", "INT64", "INT32"]),
+    "stop too long": ({**TEXT, "stop": ["x" * 257]}, ["stop", "256"]),
+    "too many stops": ({**TEXT, "stop": [f"s{number}" for number in range(17)]}, ["stop", "16", "17"]),
+    "tiny repetition penalty": (sampling(repetition_penalty=1e-300), ["repetition_penalty", "1e-300"]),
     "salt too long": ({**TEXT, "cache_salt": "x" * 300}, ["cache_salt", "256", "300"]),
 }
 
@@ -52,7 +71,9 @@ def test_it_is_refused_with_field_limit_and_value(client: Client, inputs: dict[s
     assert "/" not in str(caught.value), "a path reached the client"
 
 
-@pytest.mark.parametrize(("key", "value"), [("max_tokens", 0), ("no_such_key", 1), ("min_p", "hot")])
+@pytest.mark.parametrize(
+    ("key", "value"), [("max_tokens", 0), ("no_such_key", 1), ("min_p", "hot"), ("priority", 4), ("priority", 10**6)]
+)
 def test_http_answers_400(tiny: TritonServer, key: str, value: object) -> None:
     status, text = post(tiny, "generate", {**TEXT, key: value})
     assert status == 400

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -111,6 +112,59 @@ def test_a_second_engine_on_the_same_cache_directory_serves_without_it(
     wait(lambda: capacity("neighbour", "dram") > 0)
     assert capacity("neighbour", "nvme") == 0 < capacity(MODEL, "nvme")
     server.control.unload("neighbour", 30)
+
+
+def test_chat_needs_a_model_with_a_template(server: TritonServer, repository: Path, tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", tokenizer=True)
+    settings = checkpoint / "tokenizer_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": None}))
+    add_model(repository, "no-template", tiny_overrides(checkpoint, tmp_path / "cache"), tmp_path)
+    server.control.load("no-template", 60)
+    with Client(server.grpc_url, "no-template") as client:
+        with pytest.raises(ServerError, match="chat: this model has no chat template") as refused:
+            list(client.infer({**INPUTS, "chat": "true"}, timeout_s=30))
+        assert refused.value.status == "INVALID_ARGUMENT"
+        assert list(client.infer(INPUTS, timeout_s=30))
+    server.control.unload("no-template", 30)
+
+
+def unwritable(folder: Path) -> dict[str, str]:
+    folder.write_text("not a folder")  # which holds for root, too
+    return {"tiers.nvme.path": str(folder)}
+
+
+def too_full(folder: Path) -> dict[str, str]:
+    return {"tiers.nvme.path": str(folder), "tiers.nvme.bytes": "100TiB"}
+
+
+@pytest.mark.parametrize("make", [unwritable, too_full])
+def test_a_cache_directory_that_cannot_be_used_is_a_clear_error_or_goes_unused(
+    server: TritonServer,
+    repository: Path,
+    tiny_checkpoint: Path,
+    tmp_path: Path,
+    make: Callable[[Path], dict[str, str]],
+) -> None:
+    overrides = tiny_overrides(tiny_checkpoint, tmp_path) | make(tmp_path / "cache")
+    add_model(repository, make.__name__, overrides, tmp_path)
+    refusal = load(server, make.__name__)
+    if refusal:
+        assert "tiers.nvme" in refusal or "cache directory" in refusal
+    else:
+        with Client(server.grpc_url, make.__name__) as client:
+            assert next(client.infer(INPUTS, timeout_s=30)).text == answer(server)
+        assert total(metrics(server)["kvtier_tier_capacity_bytes"], model=make.__name__, tier="nvme") == 0
+        server.control.unload(make.__name__, 30)
+    assert answer(server)
+
+
+def load(server: TritonServer, model: str) -> str:
+    """Why the server refuses to load a model; empty if it does not."""
+    try:
+        server.control.load(model, 60)
+    except ServingError as error:
+        return str(error)
+    return ""
 
 
 def add_model(repository: Path, name: str, overrides: dict[str, str], scratch: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -18,7 +19,7 @@ from conftest import MODEL, REPOSITORY, ROOT, SERVER_DIRECTORY, tiny_overrides
 from kvtier.client import Client, ServerError
 from kvtier.serving import Ports, ServingError, locate
 from kvtier.serving.http import ControlClient, label, parse_metrics
-from kvtier.serving.processes import SHARED_MEMORY, model_processes
+from kvtier.serving.processes import SHARED_MEMORY, clean_up, model_processes
 from kvtier.serving.repository import overlay
 
 SHORT = {"text_input": "the sea", "max_tokens": 3}
@@ -171,6 +172,48 @@ def test_an_engine_that_failed_answers_unavailable_and_is_reloaded(serve: StartS
     assert [value for text, value in ups.items() if label(text, "model") == MODEL] == [1]
     served.process.send_signal(signal.SIGINT)
     assert served.process.wait(60) == 0
+
+
+def test_a_stream_that_outlasts_the_exit_timeout_is_cut_with_an_error(serve: StartServed) -> None:
+    served = serve("--exit-timeout-secs=1", "--set=tiers.hbm.bytes=8MiB")
+    served.wait_for("ready: ")
+    prefix = served.prefix()
+    with served.client() as client:
+        stream = client.infer({**LONG, "max_tokens": 8000}, timeout_s=120)
+        next(stream)
+        served.process.send_signal(signal.SIGTERM)
+        started, texts = time.monotonic(), []
+        reason = ""
+        try:
+            for response in stream:
+                texts.append(response.text)
+                reason = response.outputs.get("finish_reason", "")
+        except ServerError as error:
+            reason = error.status
+    assert reason in ("UNAVAILABLE", "CANCELLED", "INTERNAL", "UNKNOWN", "cancelled"), "nobody told the client"
+    assert len(texts) < 7000
+    assert time.monotonic() - started < 30
+    assert served.process.wait(60) in (0, 1)
+    assert model_processes(prefix) == []
+    assert list(SHARED_MEMORY.glob(f"{prefix}*")) == []
+
+
+def test_sigkill_of_the_supervisor_ends_the_server_too(serve: StartServed) -> None:
+    served = serve()
+    served.wait_for("ready: ")
+    prefix = served.prefix()
+    server = os.pidfd_open(served.server_pid())
+    served.process.kill()
+    try:
+        assert select.select([server], [], [], 60)[0], "tritonserver runs on without a supervisor"
+    finally:
+        if not select.select([server], [], [], 0)[0]:
+            signal.pidfd_send_signal(server, signal.SIGKILL)
+            clean_up(prefix)
+        os.close(server)
+    assert model_processes(prefix) == []
+    assert list(SHARED_MEMORY.glob(f"{prefix}*")) == []
+    served.ports.check_free()
 
 
 def test_a_taken_port_is_named_before_the_start(serve: StartServed) -> None:

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from fakes import SteppedTiers, chain_hashes
 
-from kvtier.block import Tier
-from kvtier.demotion import NvmePolicy
+from kvtier.block import BlockHash, Tier
+from kvtier.demotion import BACK_ROWS, BACK_S, NvmePolicy
 from kvtier.io.base import Operation
+from kvtier.record import Record
 
 HASHES = chain_hashes(range(160))
 """Twenty blocks of one chain."""
@@ -45,6 +46,7 @@ def test_back_writes_to_nvme_when_dram_is_nearly_full_the_coldest_first(tmp_path
     assert (on(tiers, Tier.DRAM), on(tiers, Tier.NVME)) == (18, 0)
     tiers.compute(HASHES[18:], now=2.0, first=18)
     tiers.settle(2.0)
+    tiers.settle(2.0 + BACK_S)
     assert (on(tiers, Tier.DRAM), on(tiers, Tier.NVME)) == (20, 2)
     assert tiers.shelves[Tier.NVME].holds(HASHES[17]) and tiers.shelves[Tier.NVME].holds(HASHES[16])
     assert tiers.metrics.demoted_blocks.value("dram", "nvme") == 2
@@ -55,6 +57,7 @@ def test_rows_that_dram_gives_up_under_back_come_back_from_nvme(tmp_path: Path) 
     for first in range(20):
         tiers.store.release(tiers.compute(HASHES[first : first + 1], now=float(first), first=first))
         tiers.settle(float(first))
+        tiers.settle(float(first) + BACK_S)
     found = [tier for tier in (Tier.DRAM, Tier.NVME) for h in HASHES[:1] if tiers.shelves[tier].holds(h)]
     assert found == [Tier.NVME]
     assert on(tiers, Tier.DRAM) == 10 and all(
@@ -151,3 +154,126 @@ def test_draining_hbm_without_shelves_just_forgets(tmp_path: Path) -> None:
     tiers.store.release(tiers.compute(HASHES[:3]))
     assert tiers.store.drain(Tier.HBM) and tiers.store.drain(Tier.DRAM)
     assert tiers.store.stats()["hbm_blocks_used"] == 0
+
+
+def test_writes_that_hang_in_the_disk_hold_rows_of_dram_and_no_slot_of_hbm(tmp_path: Path) -> None:
+    tiers = SteppedTiers(tmp_path, hbm=8, dram=12, nvme=16)
+    tiers.io[Tier.NVME].hanging = {Operation.WRITE}
+    for first in range(0, 16, 4):
+        tiers.store.release(tiers.compute(HASHES[first : first + 4], float(first), first))
+        tiers.settle_all_but_hung(float(first))
+        assert tiers.store.available_count == 8 and not tiers.store.awaits_slots(float(first))
+    assert tiers.io[Tier.NVME].in_flight == 12, "every row of DRAM waits for the disk"
+    tiers.store.check(Counter())
+    tiers.io[Tier.NVME].hanging.clear()
+    tiers.settle(20.0)
+    assert on(tiers, Tier.NVME) >= 12
+
+
+def test_a_burst_larger_than_dram_reaches_nvme_through_it(tmp_path: Path) -> None:
+    tiers = SteppedTiers(tmp_path, hbm=20, dram=4, nvme=24)
+    tiers.compute(HASHES)
+    tiers.settle(0.0)
+    assert on(tiers, Tier.NVME) == 20 and tiers.store.stats()["dropped_writes"] == 0
+    assert tiers.metrics.demoted_blocks.value("hbm", "nvme") == 0
+
+
+def test_without_dram_nvme_is_written_from_hbm(tmp_path: Path) -> None:
+    tiers = SteppedTiers(tmp_path, hbm=8, dram=0, nvme=8)
+    tiers.compute(HASHES[:5])
+    tiers.settle(0.0)
+    assert on(tiers, Tier.NVME) == 5 and tiers.metrics.demoted_blocks.value("hbm", "nvme") == 5
+
+
+def test_a_block_used_again_that_dram_has_lost_goes_to_nvme_through_dram(tmp_path: Path) -> None:
+    tiers = SteppedTiers(tmp_path, hbm=8, dram=4, nvme=8, policy=NvmePolicy.SELECTIVE)
+    slots = tiers.compute(HASHES[:2], 1.0)
+    tiers.settle(1.0)
+    tiers.store.release(tiers.compute(chain_hashes([7] * 32, "other"), 2.0))
+    tiers.settle(2.0)
+    assert on(tiers, Tier.DRAM) == on(tiers, Tier.NVME) == 0
+    tiers.take(HASHES[:2], 3.0)
+    tiers.settle(3.0)
+    assert (on(tiers, Tier.DRAM), on(tiers, Tier.NVME)) == (2, 2)
+    assert tiers.metrics.demoted_blocks.value("hbm", "nvme") == 0 and len(slots) == 2
+
+
+def test_back_looks_at_a_bounded_number_of_rows_however_often_it_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier.demotion.BACK_ROWS", 3)
+    tiers = SteppedTiers(tmp_path, hbm=24, dram=100, nvme=128, policy=NvmePolicy.BACK)
+    chain = chain_hashes(range(100 * 8))
+    for first in range(0, 100, 20):
+        tiers.store.release(tiers.compute(chain[first : first + 20], 0.0, first))
+        tiers.settle_all_but_hung(0.0)
+    looked: list[int] = []
+    inner = tiers.shelves[Tier.DRAM].coldest
+
+    def coldest(count: int) -> list[Record]:
+        looked.append(count)
+        return inner(count)
+
+    monkeypatch.setattr(tiers.shelves[Tier.DRAM], "coldest", coldest)
+    for turn in range(100):  # a hundred steps in as many milliseconds
+        tiers.store.poll(1.0 + turn / 1000)
+        tiers.step()
+    assert looked == [3]
+    for turn in range(20):
+        tiers.store.poll(2.0 + turn * BACK_S * 1.01)
+        tiers.step()
+    assert max(looked) == 3 and len(looked) == 21
+    assert BACK_ROWS <= 256
+
+
+def test_back_loses_nothing_at_a_rate_that_the_disk_keeps_up_with(tmp_path: Path) -> None:
+    tiers = SteppedTiers(tmp_path, hbm=8, dram=100, nvme=400, policy=NvmePolicy.BACK)
+    chain = chain_hashes(range(300 * 8))
+    for depth, block_hash in enumerate(chain):  # fifty blocks a second, fifteen times what a look at the shelf takes
+        now = depth / 50
+        tiers.store.release(tiers.compute([block_hash], now, depth))
+        for _ in range(2):
+            tiers.store.poll(now)
+            tiers.step()
+    tiers.settle(10.0)
+    dram, nvme = tiers.shelves[Tier.DRAM], tiers.shelves[Tier.NVME]
+    lost = [depth for depth, item in enumerate(chain) if not dram.holds(item) and not nvme.holds(item)]
+    assert not lost and dram.used_count == 100
+    assert 200 <= nvme.used_count <= 215, "no more than what DRAM lets go of and a little ahead"
+
+
+@pytest.mark.parametrize("tier", [Tier.HBM, Tier.DRAM])
+def test_a_drain_ends_though_new_blocks_keep_coming_and_leaves_those(tier: Tier, tmp_path: Path) -> None:
+    tiers = SteppedTiers(tmp_path, hbm=20, dram=40, nvme=64, policy=NvmePolicy.SELECTIVE)
+    tiers.store.release(tiers.compute(HASHES[:8]))
+    tiers.settle(0.0)
+    traffic = iter(chain_hashes([5] * 8 * 60, "traffic"))
+    ended, fresh = False, list[BlockHash]()
+    for depth in range(20):
+        tiers.store.poll(0.0)
+        ended = tiers.store.drain(tier)
+        if ended:
+            break
+        fresh.append(next(traffic))
+        tiers.store.release(tiers.compute(fresh[-1:], 1.0, depth))  # there is always a write in flight, or a wish
+        tiers.store.poll(0.0)
+        tiers.step(1)
+    assert ended, "it waits for traffic to end"
+    if tier is Tier.HBM:
+        assert not any(tiers.store._resident.find(block_hash) for block_hash in HASHES[:8])
+        assert all(tiers.store._resident.find(block_hash) is not None for block_hash in fresh)
+    else:
+        assert on(tiers, Tier.DRAM) == 0 and on(tiers, Tier.NVME) == 8
+
+
+def test_a_drain_lets_what_is_taken_again_meanwhile_stay(tmp_path: Path) -> None:
+    tiers = SteppedTiers(tmp_path, hbm=8, dram=8, nvme=0)
+    tiers.io[Tier.DRAM].hanging = {Operation.WRITE}
+    tiers.store.release(tiers.compute(HASHES[:3]))
+    tiers.store.poll(0.0)
+    assert not tiers.store.drain(Tier.HBM)
+    fetch = tiers.store.fetch(HASHES[:1], 1, 0.0)
+    assert fetch is not None
+    tiers.io[Tier.DRAM].hanging.clear()
+    tiers.drain(Tier.HBM)
+    assert [tiers.store._resident.find(block_hash) is not None for block_hash in HASHES[:3]] == [True, False, False]

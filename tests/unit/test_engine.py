@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from engines import BLOCK, CONTEXT, GREEDY, PROMPTS, Gate, Sink, all_free, opene
 from tiny import EOS_TOKEN_ID, make_checkpoint
 
 from kvtier import Completion, Engine, FinishReason, Request, SamplingParams, TokenEvent
+from kvtier.sequence import ScheduledSequence, Sequence
 
 
 @pytest.fixture(scope="module")
@@ -198,6 +201,55 @@ def test_a_salt_keeps_tenants_apart(engine: Engine) -> None:
     assert hits == [0, 0, 4 * BLOCK, 0]
 
 
+def test_an_evict_under_traffic_ends(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.loop.DRAIN_S", 40.0)
+    with opened(checkpoint) as engine:
+        engine.generate(PROMPTS, GREEDY)
+        over = threading.Event()
+
+        def work(first: int) -> None:
+            while not over.is_set():
+                engine.generate([[first + place % 7 for place in range(5 * BLOCK)]], GREEDY)
+                first = (first + 11) % 250
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+        for thread in threads:
+            thread.start()
+        try:
+            for _ in range(3):
+                for tier in ("hbm", "dram"):
+                    started = time.monotonic()
+                    engine.evict(tier)
+                    assert time.monotonic() - started < 15, tier
+        finally:
+            over.set()
+            for thread in threads:
+                thread.join(60)
+
+
+def test_a_preempted_request_computes_its_partial_block_and_one_more_again_at_most(checkpoint: Path) -> None:
+    row_bytes = 3 * 4096
+    params = SamplingParams(max_tokens=70, temperature=0.0, ignore_eos=True)
+    prompts = [[(number + place) % 200 + 3 for place in range(BLOCK + 5 * number)] for number in range(5)]
+    with opened(checkpoint) as engine:
+        expected = [item.token_ids for item in engine.generate(prompts, params)]
+    with opened(checkpoint, tiers__hbm__bytes=12 * row_bytes) as engine:
+        computed, sequences, inner = Counter[int](), dict[int, Sequence](), engine._runner.run
+
+        def run(parts: list[ScheduledSequence]) -> list[int]:
+            for part in parts:
+                computed[part.sequence.number] += part.count
+                sequences[part.sequence.number] = part.sequence
+            return inner(parts)
+
+        engine._runner.run = run  # type: ignore[method-assign, assignment]
+        assert [item.token_ids for item in engine.generate(prompts, params)] == expected
+        assert engine.stats()["preemptions"] > 3
+        for number, sequence in sequences.items():
+            again = computed[number] - (len(sequence.tokens) - 1)
+            assert 0 <= again <= 2 * BLOCK * sequence.preempted_count, (number, again, sequence.preempted_count)
+
+
 # ---- cancelling and order --------------------------------------------------------------------------------------------
 
 
@@ -214,6 +266,19 @@ def test_a_stream_closed_early_cancels_its_request_and_frees_its_blocks(checkpoi
         del abandoned
         wait_for(lambda: engine.metrics.requests.value("cancelled") == before + 2 and all_free(engine))
         assert engine.metrics.generated_tokens.value() < 700
+
+
+def test_a_stream_that_has_ended_has_nothing_to_collect(engine: Engine) -> None:
+    stream = engine.stream(PROMPTS[0], GREEDY)
+    next(stream)
+    rest = stream.collect()
+    assert rest.finish_reason == "length" and 0 < len(rest.token_ids) < 12
+    with pytest.raises(ValueError, match="collect: this stream has ended"):
+        stream.collect()
+    stream = engine.stream(PROMPTS[0], SamplingParams(max_tokens=400, ignore_eos=True))
+    stream.close()
+    with pytest.raises(ValueError, match="collect: this stream has ended"):
+        stream.collect()
 
 
 def test_a_cancelled_request_gets_its_final_event_with_what_it_used(checkpoint: Path) -> None:

@@ -91,8 +91,8 @@ def test_extreme_parameters_harm_nobody(logits_scale: float, tmp_path: Path) -> 
         assert engine.healthy
         wait_for(lambda: all_free(engine))
     assert sum(outcomes.values()) == COUNT + 2 * COUNT // GROUP
-    assert outcomes["refused"] < COUNT / 3, outcomes
-    assert min(outcomes["refused"], outcomes[str(FinishReason.LENGTH)], outcomes[str(FinishReason.STOP)]) > 20, outcomes
+    assert 20 < outcomes["refused"] < COUNT / 3, outcomes
+    assert outcomes[str(FinishReason.LENGTH)] > 100 and outcomes[str(FinishReason.STOP)] >= 5, outcomes
 
 
 def submit(engine: Engine, request: Request) -> Sink:

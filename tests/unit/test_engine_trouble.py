@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from engines import BLOCK, CONTEXT, GREEDY, PROMPTS, VOCAB, Gate, Sink, all_free, opened, wait_for
@@ -13,8 +14,11 @@ from safetensors.torch import load_file, save_file
 from tiny import make_checkpoint
 
 from kvtier import Engine, FinishReason, InvalidRequest, Request, SamplingParams, TokenEvent, Unavailable
+from kvtier.errors import ConfigError, ShelfError
 from kvtier.models.decoder import NonFiniteError
 from kvtier.sequence import ScheduledSequence
+from kvtier.shelf import Shelf
+from kvtier.shelves import open_nvme_shelf
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +40,7 @@ def test_a_full_queue_refuses_and_takes_requests_again_later(checkpoint: Path) -
         gate, sinks = Gate(engine), [Sink(), Sink()]
         for sink in sinks:
             engine.submit(Request(PROMPTS[0], GREEDY), sink)
-        with pytest.raises(Unavailable, match="queue: 2 requests"):
+        with pytest.raises(Unavailable, match=r"scheduler\.queue_max \+ scheduler\.sequences_max: 2 requests"):
             engine.submit(Request(PROMPTS[0], GREEDY), Sink())
         assert engine.metrics.request_failures.value("unavailable") == 1
         gate.open()
@@ -66,6 +70,42 @@ def test_close_gives_every_request_in_flight_a_final_event(checkpoint: Path) -> 
     engine.close()
     assert engine.stats()["running"] == 0 and not engine._loop._live
     assert engine.metrics.engine_up.value() == 0
+
+
+def test_close_fails_what_a_hung_pass_keeps_and_ends_in_time(checkpoint: Path) -> None:
+    with opened(checkpoint, scheduler__sequences_max=2) as engine:
+        gate, sinks = Gate(engine), [Sink() for _ in range(4)]
+        for sink in sinks:
+            engine.submit(Request(PROMPTS[0], SamplingParams(max_tokens=200, ignore_eos=True)), sink)
+        stream = engine.stream(PROMPTS[1], GREEDY)
+        wait_for(lambda: len(gate.passes) == 1)
+        started = time.monotonic()
+        engine.close(0.3)
+        assert time.monotonic() - started < 5
+        for sink in sinks:
+            final = sink.final()
+            assert final.finish_reason is FinishReason.ERROR and isinstance(final.error, Unavailable)
+        with pytest.raises(Unavailable, match="shutting down"):
+            stream.collect()
+        gate.open()
+        engine._loop._thread.join(30)
+        assert not engine._loop._thread.is_alive() and [len(sink.events) for sink in sinks] == [1] * 4
+
+
+def test_close_has_one_deadline_for_hung_sinks_and_all_the_rest(checkpoint: Path) -> None:
+    gate = threading.Event()
+    with opened(checkpoint, senders=3) as engine:
+        for _ in range(6):
+            engine.submit(Request(PROMPTS[0], GREEDY), lambda _: wait_for_event(gate))
+        wait_for(lambda: engine.metrics.requests.value("length") == 6)
+        started = time.monotonic()
+        engine.close(0.6)
+        assert time.monotonic() - started < 3
+    gate.set()
+
+
+def wait_for_event(event: threading.Event) -> None:
+    assert event.wait(30)
 
 
 def test_a_bug_fails_every_request_once_and_the_engine_says_it_is_down(checkpoint: Path) -> None:
@@ -165,6 +205,65 @@ def test_an_overflow_in_float16_ends_only_the_request_that_overflowed(tmp_path: 
         wait_for(lambda: all_free(engine))
 
 
+# ---- a shelf that takes its time -----------------------------------------------------------------------------------------------
+
+
+class SlowDisk:
+    """Opens the NVMe shelf at the second call, and only once it is let."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.entered, self.let = threading.Event(), threading.Event()
+        self.shelves: list[Shelf] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Shelf:
+        self.calls += 1
+        if self.calls == 1:
+            raise ShelfError("the disk is not there yet")
+        self.entered.set()
+        assert self.let.wait(30)
+        self.shelves.append(open_nvme_shelf(*args, **kwargs))
+        return self.shelves[-1]
+
+
+@pytest.fixture
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> SlowDisk:
+    disk = SlowDisk()
+    monkeypatch.setattr("kvtier.assembly.open_nvme_shelf", disk)
+    monkeypatch.setattr("kvtier.store.RETRY_S", 0.05)
+    return disk
+
+
+def test_requests_are_served_while_a_shelf_opens_and_numbers_are_given(
+    checkpoint: Path, tmp_path: Path, slow_disk: SlowDisk
+) -> None:
+    with opened(checkpoint, tiers__nvme__bytes="8MiB", tiers__nvme__path=tmp_path / "cache") as engine:
+        engine.generate([PROMPTS[0]], GREEDY)
+        assert slow_disk.entered.wait(10)
+        assert len(engine.generate(PROMPTS, GREEDY)) == len(PROMPTS)
+        assert "nvme_slots_total" not in engine.stats() and not slow_disk.shelves
+        slow_disk.let.set()
+        while "nvme_slots_total" not in engine.stats():
+            engine.generate([PROMPTS[1]], GREEDY)
+
+
+def test_a_shelf_that_opens_after_the_close_is_closed_and_its_directory_free_again(
+    checkpoint: Path, tmp_path: Path, slow_disk: SlowDisk
+) -> None:
+    with opened(checkpoint, tiers__nvme__bytes="8MiB", tiers__nvme__path=tmp_path / "cache") as engine:
+        engine.generate([PROMPTS[0]], GREEDY)
+        assert slow_disk.entered.wait(10)
+        started = time.monotonic()
+    assert time.monotonic() - started < 5
+    slow_disk.let.set()
+    wait_for(lambda: not any(thread.name == "kvtier-opener" for thread in threading.enumerate()))
+    assert len(slow_disk.shelves) == 1 and slow_disk.shelves[0]._closed
+    with opened(checkpoint, tiers__nvme__bytes="8MiB", tiers__nvme__path=tmp_path / "cache") as engine:
+        engine.generate([PROMPTS[0]], GREEDY)
+        while "nvme_slots_total" not in engine.stats():
+            engine.generate([PROMPTS[1]], GREEDY)
+
+
 # ---- bad input -------------------------------------------------------------------------------------------------------
 
 
@@ -257,3 +356,24 @@ def test_a_model_without_tokenizer_takes_ids_only(tmp_path: Path) -> None:
         for prompt, params in (("text", GREEDY), (PROMPTS[0], SamplingParams(stop=("x",)))):
             with pytest.raises(InvalidRequest, match=r"tokenizer\.json"):
                 engine.generate([prompt], params)
+
+
+def test_a_context_longer_than_the_model_s_is_refused_with_the_limit(checkpoint: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"context: the model was made for {CONTEXT} tokens, got {CONTEXT + 1}"):
+        with opened(checkpoint, context=CONTEXT + 1):
+            pass
+    with opened(checkpoint, context=CONTEXT, tiers__dram__bytes=0) as engine:
+        assert len(engine.generate([[3] * (CONTEXT - 1)], GREEDY)[0].token_ids) == 1
+
+
+def test_an_hbm_that_a_hung_disk_could_keep_whole_is_refused_with_a_way_out(checkpoint: Path, tmp_path: Path) -> None:
+    row_bytes = 3 * 4096
+    nvme = {"tiers__nvme__bytes": "1MiB", "tiers__nvme__path": tmp_path / "cache", "io__readers": 4, "io__writers": 2}
+    for dram, spare in (("1MiB", 4), (0, 6)):
+        with pytest.raises(ConfigError, match=rf"tiers\.hbm\.bytes: {spare + 1} blocks.* keep {spare} .*io\.readers"):
+            with opened(checkpoint, tiers__hbm__bytes=(spare + 1) * row_bytes, tiers__dram__bytes=dram, **nvme):
+                pass
+        with opened(checkpoint, tiers__hbm__bytes=(spare + 2) * row_bytes, tiers__dram__bytes=dram, **nvme) as engine:
+            with pytest.raises(InvalidRequest, match=f"tiers.hbm.bytes holds {2 * BLOCK}"):
+                engine.generate([[3] * (2 * BLOCK + 1)], GREEDY)
+            assert len(engine.generate([[3] * 2 * BLOCK], SamplingParams(max_tokens=1))[0].token_ids) == 1

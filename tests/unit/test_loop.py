@@ -18,7 +18,7 @@ from kvtier.outbox import Mailbox, Outbox
 from kvtier.request import FinishReason, SamplingParams, TokenEvent
 from kvtier.sampler import SamplerState, resolve
 from kvtier.scheduler import Scheduler, SchedulerLimits
-from kvtier.sequence import Sequence
+from kvtier.sequence import ScheduledSequence, Sequence
 from kvtier.session import Session
 from kvtier.tokens import TextStream
 
@@ -126,7 +126,7 @@ def test_a_full_house_refuses(tmp_path: Path) -> None:
     setup = Setup(tmp_path)
     for number in range(2):
         setup.loop.add(setup.sequence(number), live_max=2)
-    with pytest.raises(Unavailable, match="queue: 2 requests"):
+    with pytest.raises(Unavailable, match=r"scheduler\.queue_max \+ scheduler\.sequences_max: 2 requests"):
         setup.loop.add(setup.sequence(2), live_max=2)
     setup.loop.start()
     setup.wait(2)
@@ -182,3 +182,36 @@ def test_gauges_follow_and_the_engine_is_up_only_while_it_takes_requests(tmp_pat
     assert metrics.ttft_seconds.count() == 1 and metrics.tpot_seconds.count() == 4
     assert metrics.generated_tokens.value() == 5 and metrics.requests.value("length") == 1
     assert sum(metrics.prompt_tokens.value(origin) for origin in ("hbm", "dram", "nvme", "computed")) == 10
+
+
+class ShutModel(FakeModel):
+    """A model whose passes wait until they are let."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered, self.let = threading.Event(), threading.Event()
+
+    def run(self, parts: list[ScheduledSequence]) -> list[int]:  # type: ignore[override]
+        self.entered.set()
+        assert self.let.wait(30)
+        return super().run(parts)
+
+
+def test_a_close_that_times_out_in_a_pass_still_sends_every_final_event_and_nothing_after_it(tmp_path: Path) -> None:
+    setup = Setup(tmp_path)
+    model = ShutModel()
+    setup.loop._runner = model  # type: ignore[assignment]
+    for number in range(6):
+        setup.loop.add(setup.sequence(number), live_max=10)
+    setup.loop.start()
+    assert model.entered.wait(10)
+    started = time.monotonic()
+    assert not setup.loop.close(0.1)
+    assert time.monotonic() - started < 5
+    setup.wait(6)
+    for events in setup.events.values():
+        assert [event.finish_reason for event in events] == [FinishReason.ERROR]
+        assert isinstance(events[0].error, Unavailable)
+    model.let.set()
+    setup.close()  # the thread ends by itself now, and finds nothing to send
+    assert [len(events) for events in setup.events.values()] == [1] * 6 and not setup.loop._live

@@ -66,7 +66,8 @@ def test_what_comes_after_the_deadline_is_a_miss_for_the_fetch_and_a_hit_for_the
     assert (slots, origins) == ([], [])
     tiers.store.check(Counter())
     tiers.store.publish_metrics()
-    assert tiers.metrics.shelf_failures.value("nvme", "late") == 3
+    assert tiers.metrics.shelf_failures.value("dram", "late") == 3
+    assert tiers.metrics.shelf_failures.value("nvme", "late") == 0
     assert tiers.store.available_count == 12 - 3, "the slots still belong to the reads"
     tiers.io[Tier.DRAM].hanging.clear()
     tiers.settle(20.0)
@@ -160,3 +161,41 @@ def test_promoted_blocks_of_nvme_get_a_row_in_dram_again(tiers: SteppedTiers) ->
     tiers.settle(0.0)
     assert all(tiers.shelves[Tier.DRAM].holds(block_hash) for block_hash in HASHES[:2])
     assert [bytes(tiers.arena.view(slot)) for slot in slots] == [keystream(block_hash) for block_hash in HASHES[:2]]
+
+
+def test_a_read_later_than_anybody_would_wait_is_joined_by_nobody_and_ends_the_run(tiers: SteppedTiers) -> None:
+    push_down(tiers, 4, Tier.DRAM)
+    tiers.io[Tier.DRAM].hanging = {Operation.READ}
+    tiers.store.abandon(fetch_of(tiers, 2, now=10.0))
+    joined = fetch_of(tiers, 4, now=14.9)
+    assert joined.pending == {0, 1, 2, 3}
+    tiers.store.abandon(joined)
+    alone = fetch_of(tiers, 4, now=15.0)
+    assert alone.slots == [] and alone.is_ready(15.0)
+    tiers.store.check(Counter())
+
+
+def test_lateness_is_counted_against_the_tier_that_was_read_last(tiers: SteppedTiers) -> None:
+    push_down(tiers, 2, Tier.DRAM)
+    tiers.io[Tier.NVME].hanging = {Operation.READ}
+    tiers.corrupt(Tier.DRAM, tiers.shelves[Tier.DRAM].find(HASHES[:1])[0].slot, 4096)
+    fetch = fetch_of(tiers, 2, now=10.0)
+    tiers.settle_all_but_hung(10.0)
+    assert fetch.pending == {0}
+    assert tiers.store.settle(fetch) == ([], [])
+    tiers.store.publish_metrics()
+    late = {tier: tiers.metrics.shelf_failures.value(tier, "late") for tier in ("dram", "nvme")}
+    assert late == {"dram": 0, "nvme": 1}
+
+
+def test_a_shelf_s_own_late_transfers_are_counted_with_it(tmp_path: Path) -> None:
+    tiers = SteppedTiers(tmp_path, hbm=12, dram=16, nvme=16, late_s=1.0)
+    tiers.io[Tier.NVME].hanging = {Operation.WRITE}
+    tiers.compute(HASHES[:3])
+    for now in (0.0, 0.0, 0.0, 2.0):
+        tiers.store.poll(now)
+        tiers.step()
+    for _ in range(2):
+        tiers.store.publish_metrics()
+    late = {tier: tiers.metrics.shelf_failures.value(tier, "late") for tier in ("dram", "nvme")}
+    assert late == {"dram": 0, "nvme": 3}

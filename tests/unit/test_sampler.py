@@ -236,7 +236,7 @@ def test_a_row_without_a_finite_best_gets_no_token_and_the_others_get_theirs(
     assert Sampler().sample(logits[1:2], [rows[1]]) == [None]
 
 
-@pytest.mark.parametrize("penalty", [1e-300, 1e-38, 0.01, 100.0])
+@pytest.mark.parametrize("penalty", [1e-38, 0.01, 100.0])
 def test_penalties_leave_finite_logits_finite_and_masked_tokens_masked(penalty: float) -> None:
     logits = torch.tensor([[20.0, 3e38, -3e38, -torch.inf, 1.0, -5.0]])
     sampling = ResolvedSampling(repetition_penalty=penalty, presence_penalty=-2.0, frequency_penalty=2.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,15 @@ BLOCK = LAYOUT.block_tokens
 
 
 def make_engine(
-    folder: Path, hbm: int = 16, step_tokens: int = 64, sequences_max: int = 8, dram: int = 16, nvme: int = 0
+    folder: Path,
+    hbm: int = 16,
+    step_tokens: int = 64,
+    sequences_max: int = 8,
+    dram: int = 16,
+    nvme: int = 0,
+    spare_count: int = 0,
 ) -> SteppedEngine:
-    tiers = SteppedTiers(folder, hbm, dram, nvme, queue_max=64)
+    tiers = SteppedTiers(folder, hbm, dram, nvme, queue_max=64, spare_count=spare_count)
     return SteppedEngine(tiers, Scheduler(tiers.store, SchedulerLimits(step_tokens, sequences_max)))
 
 
@@ -203,6 +210,67 @@ def test_time_spent_behind_others_does_not_count_as_a_stall(tmp_path: Path) -> N
     assert blocked.state is SequenceState.WAITING and not engine.given_up
     step(engine, 10.2 + 3 * STALL_S + 1)
     assert engine.given_up == [blocked]
+
+
+def test_growth_does_not_wait_for_writes_of_blocks_that_sequences_hold(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path, hbm=7)
+    old, young = add(engine, 0, 2 * BLOCK, output_max=2 * BLOCK), add(engine, 1, 2 * BLOCK + 3, output_max=2 * BLOCK)
+    engine.tiers.io[Tier.DRAM].hanging = {Operation.WRITE}  # all is written, no write ends, none is overdue
+    for turn in range(2 * BLOCK):
+        planned = step(engine, turn * 0.001)
+        assert 0 in planned, f"step {turn}: the oldest waits though no write's end would give it a slot"
+    assert engine.tiers.store.busy and young.preempted_count > 0
+    assert old.state is SequenceState.FINISHED and old.finish_reason is FinishReason.LENGTH
+
+
+def test_growth_waits_a_little_for_a_slot_that_only_a_write_holds(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path, hbm=6)
+    gone = add(engine, 9, 2 * BLOCK, output_max=1, priority=-1)
+    old, young = add(engine, 0, BLOCK, output_max=3 * BLOCK), add(engine, 1, BLOCK, output_max=BLOCK)
+    engine.tiers.io[Tier.DRAM].hanging = {Operation.WRITE}
+    now = 0.0
+    while len(step(engine, now)) > 0:
+        now += 0.001
+        assert now < 1.0
+    assert gone.state is SequenceState.FINISHED and young.preempted_count == 0
+    engine.tiers.io[Tier.DRAM].hanging.clear()
+    engine.tiers.step()
+    assert set(step(engine, now)) == {0} and old.preempted_count == 0
+
+
+@pytest.mark.parametrize("nvme", [0, 64])
+def test_a_preempted_sequence_computes_its_partial_block_and_one_more_again_at_most(nvme: int, tmp_path: Path) -> None:
+    engine = make_engine(tmp_path, hbm=12, dram=64, nvme=nvme)
+    sequences = [add(engine, number, BLOCK + 3 * number, output_max=6 * BLOCK) for number in range(5)]
+    now = 0.0
+    while engine.scheduler.sequences:
+        step(engine, now)
+        engine.tiers.step()
+        now += 0.01
+        assert now < 100.0
+    assert sum(sequence.preempted_count for sequence in sequences) >= 3, "HBM was never tight"
+    for sequence in sequences:
+        needed = len(sequence.tokens) - 1
+        again = engine.passes[sequence.number] - needed
+        assert 0 <= again < 2 * BLOCK * sequence.preempted_count + 1, (sequence.number, again, sequence.preempted_count)
+    assert sum(engine.passes.values()) > sum(len(sequence.tokens) - 1 for sequence in sequences)
+
+
+def test_slots_that_hung_transfers_may_keep_are_not_counted_on(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path, hbm=6, spare_count=2)
+    assert engine.tiers.store.usable_count == 4
+    with pytest.raises(AssertionError):
+        add(engine, 0, 4 * BLOCK, output_max=2)
+    add(engine, 1, 4 * BLOCK, output_max=1)
+    hung = engine.tiers.store.allocate(2)
+    assert hung is not None and step_with(engine, hung) == {1: 4 * BLOCK}
+
+
+def step_with(engine: SteppedEngine, hung: list[int]) -> dict[int, int]:
+    """One step while somebody holds slots that belong to no sequence."""
+    plan = engine.step(0.0, lambda _: None)
+    engine.tiers.store.check(engine.scheduler.held() + Counter(hung))
+    return {part.sequence.number: part.count for part in plan}
 
 
 def test_a_sequence_that_can_never_fit_is_a_bug_of_the_caller(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from pathlib import Path
 
@@ -86,9 +87,28 @@ def test_metrics_say_what_moved_and_what_went_wrong(tmp_path: Path) -> None:
     assert metrics.transfer_seconds.count("nvme", "hbm") == 3
 
 
+def away_shelf(folder: Path, io: SteppedIo | None = None) -> Shelf:
+    """An NVMe shelf that no store uses yet."""
+    form = RowFormat.of(LAYOUT, NAMESPACE)
+    slab = nvme_slab(folder, form, 8)
+    return Shelf(Tier.NVME, form, slab, Directory(8), io or SteppedIo(), ShelfLimits(16), lambda *_: None)
+
+
+def openers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "kvtier-opener"]
+
+
+def poll(tiers: SteppedTiers, now: float) -> None:
+    """Poll once, and let the opener that this may have sent off end."""
+    tiers.store.poll(now)
+    for thread in openers():
+        thread.join(10)
+
+
 def test_a_shelf_that_was_away_is_tried_again_and_used_once_it_is_there(tmp_path: Path) -> None:
     tiers = SteppedTiers(tmp_path, hbm=8, dram=8, nvme=0)
-    form = RowFormat.of(LAYOUT, NAMESPACE)
+    io = SteppedIo()
+    shelf = away_shelf(tmp_path, io)
     calls: list[float] = []
     answers: list[Shelf | None] = [None, None]
 
@@ -96,20 +116,113 @@ def test_a_shelf_that_was_away_is_tried_again_and_used_once_it_is_there(tmp_path
         calls.append(now)
         return answers.pop() if answers else shelf
 
-    io = SteppedIo()
-    shelf = Shelf(Tier.NVME, form, nvme_slab(tmp_path, form, 8), Directory(8), io, ShelfLimits(16), lambda *_: None)
     tiers.store.retry_later(Tier.NVME, opener)
     assert tiers.store.capacities() == {"hbm": 8, "dram": 8}
     for tenth in range(int(10 * 4 * RETRY_S)):
         now = tenth / 10
-        tiers.store.poll(now)
+        poll(tiers, now)
     assert calls == [0.0, RETRY_S, 2 * RETRY_S]
     assert tiers.store.capacities() == {"hbm": 8, "dram": 8, "nvme": 8}
     tiers.store.release(tiers.compute(HASHES[:3], now))
-    tiers.store.poll(now)
-    io.step(10)
+    for _ in range(3):  # to DRAM, and from there to NVMe
+        tiers.store.poll(now)
+        tiers.step()
+        io.step(10)
     tiers.store.poll(now)
     assert shelf.used_count == 3
+
+
+class SlowOpener:
+    """Opens `shelf` once it is let, as a disk does that takes its time."""
+
+    def __init__(self, shelf: Shelf | None) -> None:
+        self.shelf = shelf
+        self.entered, self.let = threading.Event(), threading.Event()
+        self.calls = 0
+
+    def __call__(self) -> Shelf | None:
+        self.calls += 1
+        self.entered.set()
+        assert self.let.wait(30)
+        return self.shelf
+
+
+def test_an_opener_that_waits_for_its_disk_holds_up_no_poll_and_is_the_only_one(tmp_path: Path) -> None:
+    tiers = SteppedTiers(tmp_path, hbm=8, dram=8, nvme=0)
+    opener = SlowOpener(away_shelf(tmp_path))
+    tiers.store.retry_later(Tier.NVME, opener)
+    for turn in range(20):
+        tiers.store.poll(turn * RETRY_S)
+    assert opener.entered.wait(10) and opener.calls == 1 and "nvme" not in tiers.store.capacities()
+    opener.let.set()
+    poll(tiers, 1000.0)
+    tiers.store.poll(1000.0)
+    assert tiers.store.capacities()["nvme"] == 8 and opener.calls == 1
+
+
+def test_an_opener_that_fails_unforeseen_is_tried_again(tmp_path: Path) -> None:
+    tiers = SteppedTiers(tmp_path, hbm=8, dram=8, nvme=0)
+    shelf, calls, seen = away_shelf(tmp_path), list[int](), list[object]()
+
+    def opener() -> Shelf | None:
+        calls.append(1)
+        if len(calls) == 1:
+            raise RuntimeError("a bug")
+        return shelf
+
+    before, threading.excepthook = threading.excepthook, lambda about: seen.append(about.exc_value)
+    try:
+        tiers.store.retry_later(Tier.NVME, opener)
+        for turn in range(3):
+            poll(tiers, turn * RETRY_S)
+    finally:
+        threading.excepthook = before
+    assert len(calls) == 2 and isinstance(seen[0], RuntimeError) and tiers.store.capacities()["nvme"] == 8
+
+
+@pytest.mark.parametrize("seen", [False, True], ids=["still opening", "opened and not yet taken"])
+def test_a_shelf_that_opens_while_the_store_closes_is_closed_again(seen: bool, tmp_path: Path) -> None:
+    tiers = SteppedTiers(tmp_path, hbm=8, dram=8, nvme=0)
+    opener = SlowOpener(away_shelf(tmp_path))
+    tiers.store.retry_later(Tier.NVME, opener)
+    tiers.store.poll(0.0)
+    assert opener.entered.wait(10)
+    if seen:
+        opener.let.set()
+        for thread in openers():
+            thread.join(10)
+    tiers.store.close(1.0)
+    opener.let.set()
+    for thread in openers():
+        thread.join(10)
+    assert opener.shelf is not None and opener.shelf._closed
+
+
+@pytest.mark.parametrize("read", ["stats", "capacities"])
+def test_numbers_may_be_asked_for_while_a_shelf_appears(
+    read: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiers = SteppedTiers(tmp_path, hbm=8, dram=8, nvme=0)
+    shelf, dram = away_shelf(tmp_path), tiers.shelves[Tier.DRAM]
+
+    class Appearing:
+        """The DRAM shelf as another thread sees it, while the engine thread adds the next one."""
+
+        tier = Tier.DRAM
+
+        @property
+        def slot_count(self) -> int:
+            self.stats()
+            return dram.slot_count
+
+        def stats(self) -> dict[str, int]:
+            if Tier.NVME not in tiers.store._shelves:
+                tiers.store.add_shelf(shelf)
+            return dram.stats()
+
+    monkeypatch.setitem(tiers.store._shelves, Tier.DRAM, Appearing())
+    first, second = getattr(tiers.store, read)(), getattr(tiers.store, read)()
+    assert first.keys() < second.keys()
 
 
 def test_check_notices_a_hold_that_nobody_has_and_one_that_was_lost(tmp_path: Path) -> None:

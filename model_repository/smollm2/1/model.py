@@ -1,8 +1,8 @@
 """The door of the Triton server: its requests become ours, our events its responses, our counters its metrics.
 
-Thin: parsing is kvtier.door, everything else the engine. Owns the response senders (FINAL exactly once, always), the
-thread that looks for cancelled clients and the one thread that talks to Triton's metrics. Triton calls
-`TritonPythonModel`; no other file imports `triton_python_backend_utils`.
+Thin: parsing is kvtier.door, everything else the engine. Owns the response senders (FINAL exactly once, always) and
+the one thread that talks to Triton's metrics. Triton calls `TritonPythonModel`; no other file imports
+`triton_python_backend_utils`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import threading
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,19 +19,13 @@ import triton_python_backend_utils as triton
 
 from kvtier import Engine, EngineConfig, InvalidRequest, TokenEvent, Unavailable
 from kvtier.config import PATH_KEYS
-from kvtier.door import DoorLimits, DoorRequest, parse_request, response_fields
+from kvtier.door import CancelWatch, DoorLimits, DoorRequest, parse_request, response_fields
 from kvtier.metrics import Family, Kind, Labels
 from kvtier.outbox import merge
 from kvtier.session import RequestHandle
 
 _log = logging.getLogger("kvtier.model")
 
-CANCEL_POLL_S = 0.05
-"""How often clients are asked whether they have gone."""
-CANCEL_SHARE = 0.05
-"""Share of one thread that asking may take (about 22 us a request)."""
-TEXT_BYTES_MIN = 64 << 10
-"""Texts up to this length are always looked at, however small the model's context is."""
 PUBLISH_S = 0.5
 PUBLISH_FAILURES_MAX = 10
 """Publications that fail in a row before the engine is reported as down, so that its model is reloaded."""
@@ -76,7 +69,7 @@ class TritonPythonModel:
         try:
             self._engine.close(CLOSE_S)
         finally:
-            self._cancels.close()
+            self._cancels.close(CLOSE_S)
             self._publisher.close()
 
     def _accept(self, request: Any, sender: Any) -> None:
@@ -156,47 +149,6 @@ class Delivery:
         self._sender.send(response, flags=triton.TRITONSERVER_RESPONSE_COMPLETE_FINAL if last else 0)
 
 
-class CancelWatch:
-    """One thread that asks, for every request in flight, whether its client has gone."""
-
-    def __init__(self) -> None:
-        self._deliveries: list[Delivery] = []
-        self._lock = threading.Lock()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvtier-cancel", daemon=True)
-        self._thread.start()
-
-    def add(self, delivery: Delivery) -> None:
-        """Ask about this request from now on."""
-        with self._lock:
-            self._deliveries.append(delivery)
-
-    def close(self) -> None:
-        """End the thread."""
-        self._stop.set()
-        self._thread.join(CLOSE_S)
-
-    def _run(self) -> None:
-        pause_s = CANCEL_POLL_S
-        while not self._stop.wait(pause_s):
-            started = time.monotonic()
-            with self._lock:
-                asked, self._deliveries = self._deliveries, []
-            left = [delivery for delivery in asked if not _gone(delivery)]
-            with self._lock:
-                self._deliveries += left
-            pause_s = max(CANCEL_POLL_S, (time.monotonic() - started) / CANCEL_SHARE)
-
-
-def _gone(delivery: Delivery) -> bool:
-    """As `Delivery.gone`; one that cannot be asked is not asked again: its answer goes on, the others' watch too."""
-    try:
-        return delivery.gone()
-    except Exception:
-        _log.exception("a request cannot be asked whether its client has gone")
-        return True
-
-
 class Publisher:
     """The one thread that talks to Triton's metrics: two would abort the server.
 
@@ -262,8 +214,10 @@ class Publisher:
 
     def _report_down(self) -> None:
         """Numbers that stand still would hide a failed engine: the supervisor shall reload the model."""
+        key = (self._metrics.engine_up.family.name, ())
         try:
-            self._series[(self._metrics.engine_up.family.name, ())].set(0.0)
+            self._series[key].set(0.0)
+            self._published[key] = 0.0
         except Exception:
             _log.exception("the model must be reloaded, but that cannot be said either")
 
@@ -312,23 +266,24 @@ def send_error(sender: Any, error: Exception) -> None:
     else:
         _log.error("a request failed", exc_info=error)
         answer = triton.TritonError("internal error; the server's log tells more", triton.TritonError.INTERNAL)
+    final = triton.TRITONSERVER_RESPONSE_COMPLETE_FINAL
     try:
-        sender.send(triton.InferenceResponse(error=answer), flags=triton.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
-    except Exception:  # FINAL was sent before
-        _log.exception("an error could not be sent")
+        sender.send(triton.InferenceResponse(error=answer), flags=final)
+    except Exception:
+        _log.exception("an error could not be sent; its request ends without")
+        try:
+            sender.send(flags=final)
+        except Exception:
+            _log.exception("a request could not be ended, unless it had been before")
 
 
 def limits_of(engine: Engine, model_config: Mapping[str, Any]) -> DoorLimits:
-    """What a request may hold: never more than the context does, so that nobody waits for a prompt that is refused."""
+    """What a request to this engine may hold at most."""
     context = min(engine.model_config.context, engine.config.context or engine.model_config.context)
     token_bytes_max = engine.tokenizer.token_bytes_max if engine.tokenizer is not None else 0
     batching = model_config.get("dynamic_batching", {})
-    return DoorLimits(
-        text_bytes_max=max(TEXT_BYTES_MIN, context * token_bytes_max),
-        input_ids_max=context,
-        priority_levels=int(batching.get("priority_levels", 0)),
-        default_priority_level=int(batching.get("default_priority_level", 0)),
-    )
+    levels, default_level = (int(batching.get(key, 0)) for key in ("priority_levels", "default_priority_level"))
+    return DoorLimits.of_model(context, token_bytes_max, levels, default_level)
 
 
 def overrides(model_config: Mapping[str, Any], folder: Path) -> dict[str, str]:
