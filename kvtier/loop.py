@@ -256,6 +256,7 @@ class EngineLoop:
         while self._drains:
             drain = self._drains[0]
             if not self._store.drain(drain.tier, give_up=now > drain.deadline or self._closing):
+                self._store.poll(now)  # starts the writes that the drain wants: their ends ring the bell
                 return
             self._drains.popleft()
             drain.done.set()

@@ -182,7 +182,7 @@ def _best(logits: torch.Tensor) -> list[int | None]:
 
 @np.errstate(over="ignore")  # penalties are clipped, and a hopeless token's distance to the best may become -inf
 def _choose(row: Floats, state: SamplerState, output_index: int) -> int | None:
-    """One token, or None, of one row (`[vocab]`), which is overwritten. In numpy, whose calls wait for no other threads."""
+    """One token or None of one row `[vocab]`, which is overwritten. In numpy, whose calls wait for no other thread."""
     state.penalize(row)
     resolved = state.resolved
     best = int(row.argmax())

@@ -25,6 +25,9 @@ from kvtier.tiers.hbm import HbmArena
 RETRY_S = 5.0
 """How often a shelf that could not be opened is tried again."""
 
+LATE_CLOSE_S = 10.0
+"""How long the opener of a shelf that nobody wants any more gives its journal to end, so that the lock is given up."""
+
 OVERDUE_S = 1.0
 """Nobody waits for the slot of a transfer that is under way longer."""
 
@@ -257,7 +260,7 @@ class Store:
                 if not late:
                     self._opened.put((tier, shelf))
             if late and shelf is not None:
-                shelf.close(0.0)
+                shelf.close(LATE_CLOSE_S)
 
     def _growth(self, key: tuple[str, str], total: int) -> int:
         grown = total - self._shelf_totals.get(key, 0)

@@ -7,7 +7,7 @@ as absent, as it does in Transformers. Knows no model; called by `config` and `r
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
@@ -71,7 +71,7 @@ class Fields:
         value = self._values.get(key)
         if value is None and default is not None:
             return default
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < low:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= sys.float_info.max:
             self.refuse(key, f"expected a number of at least {low:g}")
         return float(value)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ STORY = (
     "fishing boats stayed in the harbour while the keeper trimmed the lamp and waited for the mail.\n"
 )
 LONG = "".join(STORY.format(number) for number in range(1, 10))
-PROMPTS: dict[str, str | list[dict[str, object]]] = {
+PROMPTS: dict[str, Any] = {
     "facts": "The capital of France is Paris. The capital of Italy is",
     "code": "def fibonacci(n):\n    if n < 2:\n        return n\n    return",
     "counting": "one, two, three, four, five, six,",
@@ -63,7 +64,7 @@ class Answered:
     """[answer token, vocab]."""
 
 
-def reference_ids(tokenizer: transformers.PreTrainedTokenizerBase, prompt: str | list[dict[str, object]]) -> list[int]:
+def reference_ids(tokenizer: transformers.PreTrainedTokenizerBase, prompt: Any) -> list[int]:
     """Token ids of a prompt, by transformers alone."""
     if isinstance(prompt, str):
         return list(tokenizer(prompt)["input_ids"])

@@ -25,7 +25,7 @@ from kvtier import Engine, EngineConfig, SamplingParams
 from kvtier.block import KVLayout, Tier
 from kvtier.cache_directory import free_disk_bytes
 from kvtier.io.faulty import Call, Effect, Fault, FaultyCalls
-from kvtier.shelf import Shelf
+from kvtier.shelf import Shelf, ShelfLimits
 from kvtier.shelves import open_dram_shelf, open_nvme_shelf
 
 BLOCK = 16
@@ -37,10 +37,11 @@ DEADLINE_S = 0.15
 
 @dataclass(frozen=True)
 class Answer:
-    """Tokens of a request and the logits [token, vocab] they were sampled from."""
+    """Tokens of a request, the logits [token, vocab] they were sampled from, and how long it took."""
 
     token_ids: list[int]
     logits: torch.Tensor
+    seconds: float
 
 
 Workload = tuple[list[Round], list[Answer]]
@@ -84,11 +85,15 @@ def config(
         "tiers.nvme.path": cache,
         "tiers.nvme.wait_s": 0,
         "tiers.fetch_deadline_s": DEADLINE_S,
+        "io.readers": 1,
+        "io.writers": 1,
     }
     return EngineConfig.load(None, values | {name.replace("__", "."): value for name, value in more.items()})
 
 
-def inject(monkeypatch: pytest.MonkeyPatch, tiers: Sequence[Tier], faults: Sequence[Fault]) -> FaultyCalls:
+def inject(
+    monkeypatch: pytest.MonkeyPatch, tiers: Sequence[Tier], faults: Sequence[Fault], limits: ShelfLimits | None = None
+) -> FaultyCalls:
     """The next engines' shelves of `tiers` make their system calls through one script of faults."""
     calls = FaultyCalls(faults)
     openers: dict[Tier, tuple[str, Callable[..., Shelf]]] = {
@@ -97,7 +102,7 @@ def inject(monkeypatch: pytest.MonkeyPatch, tiers: Sequence[Tier], faults: Seque
     }
     for tier in tiers:
         name, opener = openers[tier]
-        monkeypatch.setattr(name, functools.partial(opener, calls=calls))
+        monkeypatch.setattr(name, functools.partial(opener, calls=calls, limits=limits))
     return calls
 
 
@@ -116,7 +121,8 @@ def serve(engine: Engine, rounds: Sequence[Round]) -> list[Answer]:
             assert event.usage is not None and sum(event.usage.origin.as_dict().values()) == len(collector.ask.prompt)
             number = collector._handle.number
             rows = [recorder.rows[number, index] for index in range(len(collector.token_ids))]
-            answers.append(Answer(collector.token_ids, torch.stack(rows)))
+            seconds = collector.ended_at - collector.submitted_at
+            answers.append(Answer(collector.token_ids, torch.stack(rows), seconds))
     assert engine.healthy
     return answers
 
@@ -128,14 +134,15 @@ def assert_same(found: Sequence[Answer], expected: Sequence[Answer]) -> None:
         assert torch.equal(ours.logits, theirs.logits), f"logits of request {number} differ"
 
 
-def failures(engine: Engine, reason: str) -> int:
-    """Shelf failures of one reason, from the metrics, once they are published."""
+def failures(engine: Engine, reason: str) -> dict[Tier, int]:
+    """Shelf failures of one reason by tier, from the metrics, once they are published."""
     end = time.monotonic() + 10
-    tiers = [tier for tier in ("dram", "nvme") if f"{tier}_slots_total" in engine.stats()]
+    tiers = [tier for tier in (Tier.DRAM, Tier.NVME) if f"{tier.value}_slots_total" in engine.stats()]
+    late = engine._store._promoter.late_counts if reason == "late" else dict.fromkeys(Tier, 0)
     while time.monotonic() < end:
-        counted = sum(engine.metrics.shelf_failures.value(tier, reason) for tier in tiers)
-        if reason == "late" or counted == sum(engine.stats()[f"{tier}_{reason}"] for tier in tiers):
-            return int(counted)
+        counted = {tier: int(engine.metrics.shelf_failures.value(tier.value, reason)) for tier in tiers}
+        if counted == {tier: engine.stats()[f"{tier.value}_{reason}"] + late[tier] for tier in tiers}:
+            return counted
         engine.generate([[3]], SamplingParams(max_tokens=1))
     raise AssertionError("the metrics never agree with the stats")
 
@@ -173,26 +180,66 @@ def test_faults_below_the_shelves_change_no_token_and_are_counted(
     with Engine(config(checkpoint, tmp_path / "cache")) as engine:
         assert_same(serve(engine, rounds), expected)
         if reason:
-            assert failures(engine, reason) > 0
+            counted = failures(engine, reason)
+            assert all((counted[tier] > 0) == (tier in tiers) for tier in counted), counted
         else:
             assert engine.stats()["dram_reads"] + engine.stats()["nvme_reads"] > 5
 
 
-def test_reads_that_never_end_cost_a_deadline_each_and_the_engine_closes_in_time(
+HUNG = ShelfLimits(late_s=0.3, pause_s=0.5)
+PROMPT_S = 6.0
+"""Much less than the 30 s after which a request is given up, much more than deadlines and a crowded machine cost."""
+
+
+@pytest.mark.parametrize("call", [Call.READ, Call.WRITE])
+@pytest.mark.parametrize("first", [1, 5], ids=["from the start", "later"])
+@pytest.mark.parametrize("dram", [DRAM_BLOCKS, 0], ids=["with DRAM", "without DRAM"])
+def test_a_disk_that_hangs_for_good_costs_a_deadline_and_no_request_though_hbm_is_tight(
+    call: Call,
+    first: int,
+    dram: int,
     checkpoint: Path,
     workloads: list[Workload],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    calls = inject(monkeypatch, (Tier.NVME,), [Fault(call, first, Effect.HANG, sticky=True)], HUNG)
+    engine = Engine(config(checkpoint, tmp_path / "cache", hbm=HBM_BLOCKS + (dram == 0), dram=dram))
+    try:
+        for rounds, expected in workloads[:2]:
+            answers = serve(engine, rounds)
+            assert_same(answers, expected)
+            assert max(answer.seconds for answer in answers) < PROMPT_S, [answer.seconds for answer in answers]
+        assert failures(engine, "late")[Tier.NVME] > 0 and calls.count(call) >= first
+        kept = engine._store.slot_count - engine._store.available_count
+        assert kept <= engine._store.slot_count - engine._store.usable_count, f"{kept} slots are kept by hung transfers"
+        if dram and call is Call.WRITE:
+            assert kept == 0, "with DRAM a hung write keeps no HBM"
+        started = time.monotonic()
+        engine.close(0.5)
+        assert time.monotonic() - started < 5
+    finally:
+        calls.release()
+        engine.close()
+
+
+def test_a_disk_that_hangs_and_comes_back_is_used_again(
+    checkpoint: Path, workloads: list[Workload], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rounds, expected = workloads[0]
-    calls = inject(monkeypatch, (Tier.NVME,), [Fault(Call.READ, 1, Effect.HANG, sticky=True)])
-    engine = Engine(config(checkpoint, tmp_path / "cache", hbm=HBM_BLOCKS + 16))
-    assert_same(serve(engine, rounds), expected)
-    assert engine.stats()["arriving_blocks"] > 0 and failures(engine, "late") > 0
-    started = time.monotonic()
-    engine.close(0.5)
-    assert time.monotonic() - started < 5
-    calls.release()
+    script = [Fault(call, 4, Effect.HANG, sticky=True) for call in (Call.READ, Call.WRITE)]
+    calls = inject(monkeypatch, (Tier.NVME,), script, HUNG)
+    with Engine(config(checkpoint, tmp_path / "cache")) as engine:
+        assert_same(serve(engine, rounds), expected)
+        calls.inject([])
+        calls.release()
+        writes, end = engine.stats()["nvme_writes"], time.monotonic() + 20
+        seed = 0
+        while engine.stats()["nvme_writes"] < writes + 10:
+            assert time.monotonic() < end, "nothing is written to the disk that works again"
+            engine.generate([[(seed + place) % 250 + 3 for place in range(3 * BLOCK)]], SamplingParams(max_tokens=2))
+            seed += 1
+        assert_same(serve(engine, rounds), expected)
 
 
 def corrupt_dram(engine: Engine, _: Path) -> int:
@@ -231,7 +278,7 @@ def test_rows_corrupted_behind_the_engine_s_back_are_misses(
         assert corrupt(engine, tmp_path / "cache") > 5
         again = [replace(turn, evict=()) for turn in rounds[2:]]
         assert_same([*first, *serve(engine, again)], expected)
-        assert failures(engine, "bad_row") > 0
+        assert sum(failures(engine, "bad_row").values()) > 0
 
 
 def test_a_slab_truncated_underneath_is_a_miss(checkpoint: Path, workloads: list[Workload], tmp_path: Path) -> None:
@@ -244,7 +291,7 @@ def test_a_slab_truncated_underneath_is_a_miss(checkpoint: Path, workloads: list
         with slab.open("r+b") as file:
             file.truncate(4096 + SLOT_BYTES)
         assert_same([*first, *serve(engine, [replace(turn, evict=()) for turn in rounds[2:]])], expected)
-        assert failures(engine, "short_read") > 0
+        assert failures(engine, "short_read")[Tier.NVME] > 0
 
 
 # ---- cache directories -----------------------------------------------------------------------------------------------
@@ -372,7 +419,7 @@ def test_blocks_of_another_model_of_the_same_shape_are_never_mixed(
             assert_same(serve(engine, rounds), answers)
             if turn >= 2:
                 assert engine.stats()["promoted_nvme_hbm"] > 0, "the second turn of a model finds its first"
-            assert failures(engine, "bad_row") == 0
+            assert not any(failures(engine, "bad_row").values())
         assert folder.is_dir()
 
 

@@ -52,8 +52,6 @@ CASES: dict[str, tuple[dict[str, object], list[str]]] = {
         {"input_ids": np.full((2, 1), 5, np.int32), "stop": np.array([[b"a"], [b"b"]], np.object_)},
         ["batch of 1", "2"],
     ),
-    "wrong type of an input": ({**TEXT, "max_tokens": np.array([[4.0]], np.float32)}, ["max_tokens", "FP32", "INT32"]),
-    "wrong type of token ids": ({"input_ids": np.array([[1, 2]], np.int64)}, ["input_ids", "INT64", "INT32"]),
     "stop too long": ({**TEXT, "stop": ["x" * 257]}, ["stop", "256"]),
     "too many stops": ({**TEXT, "stop": [f"s{number}" for number in range(17)]}, ["stop", "16", "17"]),
     "tiny repetition penalty": (sampling(repetition_penalty=1e-300), ["repetition_penalty", "1e-300"]),
@@ -69,6 +67,21 @@ def test_it_is_refused_with_field_limit_and_value(client: Client, inputs: dict[s
     for word in words:
         assert word in str(caught.value)
     assert "/" not in str(caught.value), "a path reached the client"
+
+
+@pytest.mark.parametrize(
+    ("inputs", "text"),
+    [
+        ({**TEXT, "max_tokens": np.array([[4.0]], np.float32)}, "'max_tokens' data-type is 'FP32', .*expects 'INT32'"),
+        ({"input_ids": np.array([[1, 2]], np.int64)}, "'input_ids' data-type is 'INT64', .*expects 'INT32'"),
+    ],
+    ids=["max_tokens", "input_ids"],
+)
+def test_a_tensor_of_another_type_is_refused_by_the_server_itself(
+    client: Client, inputs: dict[str, object], text: str
+) -> None:
+    with pytest.raises(ServerError, match=text):
+        list(client.infer(inputs, timeout_s=30))
 
 
 @pytest.mark.parametrize(

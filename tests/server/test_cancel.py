@@ -5,12 +5,11 @@ from __future__ import annotations
 import http.client
 import json
 import time
-from concurrent.futures import ThreadPoolExecutor
 
-import pytest
+import tritonclient.grpc as grpc
 from conftest import MODEL, metrics, total
 
-from kvtier.client import Client, ServerError
+from kvtier.client import Client
 from kvtier.serving import TritonServer
 
 ENDLESS = json.dumps({"temperature": 0, "ignore_eos": True})
@@ -43,30 +42,38 @@ def test_closing_a_grpc_stream_frees_its_blocks(tiny: TritonServer, client: Clie
     assert len(whole[0].outputs["output_ids"]) == LONG, "the blocks of the cancelled requests are missing"
 
 
+def send(server: TritonServer, client: Client, inputs: dict[str, object]) -> grpc.InferenceServerClient:
+    """Send a request on a connection of its own and do not wait for anything."""
+    connection = grpc.InferenceServerClient(server.grpc_url)
+    connection.start_stream(lambda **_: None)
+    connection.async_stream_infer(MODEL, [client._tensor(name, value) for name, value in inputs.items()])
+    return connection
+
+
 def running_and_queued(server: TritonServer) -> tuple[float, float]:
     values = metrics(server)
     return total(values["kvtier_running_requests"]), total(values["kvtier_queued_requests"])
 
 
-def test_a_whole_answer_and_a_queued_request_are_cancelled_too(tiny: TritonServer, client: Client) -> None:
+def test_whole_answers_running_and_queued_are_cancelled_too(tiny: TritonServer, client: Client) -> None:
     before = cancelled(tiny)
-    whole = {"text_input": "tell me", "stream": False, "max_tokens": LONG, "sampling_parameters": ENDLESS}
     # Prompts that begin differently and fill most of HBM each: no two of them run at once.
-    queued = [{**whole, "input_ids": [number] * 900, "max_tokens": 300} for number in (7, 8, 9)]
-    for request in queued:
-        del request["text_input"]
-
-    def give_up(request: dict[str, object]) -> str:
-        with pytest.raises(ServerError) as caught:
-            list(client.infer(request, timeout_s=0.3))
-        return caught.value.status
-
-    with ThreadPoolExecutor(4) as pool:
-        statuses = list(pool.map(give_up, [whole, *queued]))
-    assert set(statuses) <= {"DEADLINE_EXCEEDED", "CANCELLED"}
+    requests = [
+        {"input_ids": [number] * 700, "stream": False, "max_tokens": 500, "sampling_parameters": ENDLESS}
+        for number in (7, 8, 9, 10)
+    ]
+    connections = [send(tiny, client, request) for request in requests]
+    deadline = time.monotonic() + 20
+    while sum(counts := running_and_queued(tiny)) < 4:
+        assert time.monotonic() < deadline, counts
+        time.sleep(0.05)
+    assert counts[0] >= 1 and counts[1] >= 1, "some run and some wait"
+    for connection in connections:
+        connection.stop_stream(cancel_requests=True)
+        connection.close()
     wait_until_cancelled(tiny, before + 4)
     assert running_and_queued(tiny) == (0, 0)
-    answer = list(client.infer({**whole, "max_tokens": LONG}, timeout_s=60))
+    answer = list(client.infer({**requests[0], "input_ids": [11] * 100, "max_tokens": LONG}, timeout_s=60))
     assert len(answer[0].outputs["output_ids"]) == LONG, "the blocks of the cancelled requests are missing"
 
 

@@ -57,7 +57,8 @@ class Served:
         self.ports = ports
         self.log = log
         command = [str(ROOT / "scripts" / "serve"), *arguments]
-        environment = {**os.environ, "PYTHON": sys.executable}
+        # A supervisor that is killed leaves its run folder behind.
+        environment = {**os.environ, "PYTHON": sys.executable, "TMPDIR": str(log.parent)}
         with log.open("wb") as output:
             self.process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
         self.control = ControlClient("localhost", ports.http, ports.metrics)

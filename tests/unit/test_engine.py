@@ -230,7 +230,7 @@ def test_an_evict_under_traffic_ends(checkpoint: Path, monkeypatch: pytest.Monke
 def test_a_preempted_request_computes_its_partial_block_and_one_more_again_at_most(checkpoint: Path) -> None:
     row_bytes = 3 * 4096
     params = SamplingParams(max_tokens=70, temperature=0.0, ignore_eos=True)
-    prompts = [[(number + place) % 200 + 3 for place in range(BLOCK + 5 * number)] for number in range(5)]
+    prompts = [[(number + place) % 200 + 3 for place in range(BLOCK + 5 * number)] for number in range(7)]
     with opened(checkpoint) as engine:
         expected = [item.token_ids for item in engine.generate(prompts, params)]
     with opened(checkpoint, tiers__hbm__bytes=12 * row_bytes) as engine:
@@ -244,7 +244,7 @@ def test_a_preempted_request_computes_its_partial_block_and_one_more_again_at_mo
 
         engine._runner.run = run  # type: ignore[method-assign, assignment]
         assert [item.token_ids for item in engine.generate(prompts, params)] == expected
-        assert engine.stats()["preemptions"] > 3
+        assert engine.stats()["preemptions"] >= 3
         for number, sequence in sequences.items():
             again = computed[number] - (len(sequence.tokens) - 1)
             assert 0 <= again <= 2 * BLOCK * sequence.preempted_count, (number, again, sequence.preempted_count)

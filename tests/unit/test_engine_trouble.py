@@ -205,7 +205,7 @@ def test_an_overflow_in_float16_ends_only_the_request_that_overflowed(tmp_path: 
         wait_for(lambda: all_free(engine))
 
 
-# ---- a shelf that takes its time -----------------------------------------------------------------------------------------------
+# ---- a shelf that takes its time -------------------------------------------------------------------------------------
 
 
 class SlowDisk:
@@ -359,20 +359,26 @@ def test_a_model_without_tokenizer_takes_ids_only(tmp_path: Path) -> None:
 
 
 def test_a_context_longer_than_the_model_s_is_refused_with_the_limit(checkpoint: Path) -> None:
-    with pytest.raises(ConfigError, match=rf"context: the model was made for {CONTEXT} tokens, got {CONTEXT + 1}"):
-        with opened(checkpoint, context=CONTEXT + 1):
-            pass
+    text = rf"context: the model was made for {CONTEXT} tokens, got {CONTEXT + 1}"
+    with pytest.raises(ConfigError, match=text), opened(checkpoint, context=CONTEXT + 1):
+        pass
     with opened(checkpoint, context=CONTEXT, tiers__dram__bytes=0) as engine:
         assert len(engine.generate([[3] * (CONTEXT - 1)], GREEDY)[0].token_ids) == 1
 
 
 def test_an_hbm_that_a_hung_disk_could_keep_whole_is_refused_with_a_way_out(checkpoint: Path, tmp_path: Path) -> None:
     row_bytes = 3 * 4096
-    nvme = {"tiers__nvme__bytes": "1MiB", "tiers__nvme__path": tmp_path / "cache", "io__readers": 4, "io__writers": 2}
+    nvme: dict[str, object] = {
+        "tiers__nvme__bytes": "1MiB",
+        "tiers__nvme__path": tmp_path / "cache",
+        "io__readers": 4,
+        "io__writers": 2,
+    }
     for dram, spare in (("1MiB", 4), (0, 6)):
-        with pytest.raises(ConfigError, match=rf"tiers\.hbm\.bytes: {spare + 1} blocks.* keep {spare} .*io\.readers"):
-            with opened(checkpoint, tiers__hbm__bytes=(spare + 1) * row_bytes, tiers__dram__bytes=dram, **nvme):
-                pass
+        text = rf"tiers\.hbm\.bytes: {spare + 1} blocks.* keep {spare} .*io\.readers"
+        small: dict[str, object] = {"tiers__hbm__bytes": (spare + 1) * row_bytes, "tiers__dram__bytes": dram}
+        with pytest.raises(ConfigError, match=text), opened(checkpoint, **small, **nvme):
+            pass
         with opened(checkpoint, tiers__hbm__bytes=(spare + 2) * row_bytes, tiers__dram__bytes=dram, **nvme) as engine:
             with pytest.raises(InvalidRequest, match=f"tiers.hbm.bytes holds {2 * BLOCK}"):
                 engine.generate([[3] * (2 * BLOCK + 1)], GREEDY)

@@ -10,6 +10,7 @@ import pytest
 from fakes import LAYOUT, FakeModel, SteppedTiers, chain_hashes, make_sequence
 
 from kvtier.block import Tier
+from kvtier.demotion import NvmePolicy
 from kvtier.errors import Unavailable
 from kvtier.io.base import Operation
 from kvtier.loop import Bell, EngineLoop
@@ -28,8 +29,8 @@ BLOCK = LAYOUT.block_tokens
 class Setup:
     """An engine loop over stepped tiers and the fake model, with real threads for the loop and its senders."""
 
-    def __init__(self, folder: Path, dram: int = 0) -> None:
-        self.tiers = SteppedTiers(folder, 16, dram, nvme=0)
+    def __init__(self, folder: Path, dram: int = 0, nvme: int = 0, policy: NvmePolicy = NvmePolicy.THROUGH) -> None:
+        self.tiers = SteppedTiers(folder, 16, dram, nvme, policy)
         self.bell = Bell()
         self.model = FakeModel()
         self.outbox = Outbox(1)
@@ -215,3 +216,21 @@ def test_a_close_that_times_out_in_a_pass_still_sends_every_final_event_and_noth
     model.let.set()
     setup.close()  # the thread ends by itself now, and finds nothing to send
     assert [len(events) for events in setup.events.values()] == [1] * 6 and not setup.loop._live
+
+
+def test_a_drain_starts_its_writes_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.loop.WAIT_S", 20.0)
+    monkeypatch.setattr("kvtier.loop.IDLE_S", 20.0)
+    setup = Setup(tmp_path, dram=16, nvme=16, policy=NvmePolicy.SELECTIVE)
+    setup.tiers.store.release(setup.tiers.compute(chain_hashes(range(3 * BLOCK))))
+    setup.tiers.settle(0.0)
+    setup.loop.start()
+    drain = setup.loop.drain(Tier.DRAM)
+    end = time.monotonic() + 10
+    while setup.tiers.io[Tier.NVME].in_flight < 3:
+        assert time.monotonic() < end, "the writes wait for the next time the loop wakes by itself"
+        time.sleep(0.002)
+    setup.tiers.step()
+    setup.bell.ring()
+    assert drain.done.wait(10)
+    setup.close()

@@ -132,6 +132,7 @@ def test_eos_is_the_union_and_generation_defaults_apply_only_when_sampling(tmp_p
         ({"repetition_penalty": 1e-300}, r"repetition_penalty is 1e-300, expected a number from 0\.01 to 100"),
         ({"repetition_penalty": 101}, r"repetition_penalty is 101, expected a number from 0\.01 to 100"),
         ({"temperature": 1e300}, r"temperature is 1e\+300, expected a number from 0 to 100"),
+        ({"temperature": 10**400}, r"temperature is 10+, expected a number of at least 0"),
         ({"temperature": -1}, r"temperature is -1, expected a number of at least 0"),
         ({"top_p": 0.0}, r"top_p is 0\.0, expected a number above 0, at most 1"),
         ({"min_p": 1.5}, r"min_p is 1\.5, expected a number from 0 to 1"),

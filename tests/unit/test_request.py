@@ -42,7 +42,7 @@ def test_impossible_sampling_is_refused(field: str, value: object, said: str) ->
 
 
 def test_numbers_too_long_to_write_are_refused() -> None:
-    with pytest.raises(InvalidRequest, match="max_tokens: must be from 1 to .*, got a number beyond all bounds"):
+    with pytest.raises(InvalidRequest, match=r"max_tokens: must be from 1 to .*, got a number beyond all bounds"):
         SamplingParams(max_tokens=10**5000)
 
 

@@ -60,7 +60,7 @@ def reference_penalties(
     return result
 
 
-def draw(logits: torch.Tensor, count: int, **given: object) -> Counter[int]:
+def draw(logits: torch.Tensor, count: int, **given: object) -> Counter[int | None]:
     rows = [row(index, **given) for index in range(count)]
     return Counter(Sampler().sample(logits.expand(count, -1), rows))
 
