@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvtier.block import BlockHash, KVLayout, Tier
+from kvtier.books import LocalBooks
 from kvtier.demotion import NvmePolicy
 from kvtier.directory import Directory
 from kvtier.eviction import LeastRecentlyUsed, PolicyMaker
@@ -154,7 +155,8 @@ class SteppedTiers:
                 io = self.io[tier] = SteppedIo(calls, queue_max, seed)
                 self.slabs[tier] = slab
                 limits = ShelfLimits(queue_max, late_s=late_s)
-                shelf = Shelf(tier, form, slab, Directory(slots, eviction), io, limits, lambda *_: None)
+                books = LocalBooks(Directory(slots, eviction))
+                shelf = Shelf(tier, form, slab, books, io, limits, lambda *_: None)
                 self.shelves[tier] = shelf
                 self.store.add_shelf(shelf)
 

@@ -1,0 +1,75 @@
+"""An engine's copy of what can be read on one shared shelf: hash to record, kept current by the keeper's events.
+
+Good enough to look things up without asking: whatever it names proves itself when it is read. Outlives the keeper that
+filled it. Bounded by the shelf's slots. Owned by shared.py, on the engine thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+
+from kvtier.block import BlockHash
+from kvtier.record import Record
+
+
+class Mirror:
+    """Records by hash and by slot. The order of its records, oldest first, is that of their last known use."""
+
+    def __init__(self, slot_count: int) -> None:
+        self._slot_count = slot_count
+        self._records: dict[BlockHash, Record] = {}
+        self._at: dict[int, Record] = {}
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def find(self, hashes: Sequence[BlockHash]) -> list[Record]:
+        """Records of the leading run of `hashes` that is here."""
+        found: list[Record] = []
+        get = self._records.get
+        for block_hash in hashes:
+            record = get(block_hash)
+            if record is None:
+                break
+            found.append(record)
+        return found
+
+    def get(self, block_hash: BlockHash) -> Record | None:
+        """The record of a block, if it is here."""
+        return self._records.get(block_hash)
+
+    def touch(self, block_hash: BlockHash) -> int | None:
+        """Make a block the last one of the order; its slot, None if it is not here."""
+        record = self._records.pop(block_hash, None)
+        if record is None:
+            return None
+        self._records[block_hash] = record
+        return record.slot
+
+    def add(self, records: Iterable[Record]) -> None:
+        """These can be read now."""
+        for record in records:
+            if 0 <= record.slot < self._slot_count:
+                self.remove([record.slot])
+                before = self._records.get(record.block_hash)
+                if before is not None:
+                    self._at.pop(before.slot, None)
+                self._at[record.slot] = record
+                self._records[record.block_hash] = record
+
+    def remove(self, slots: Iterable[int]) -> None:
+        """What these held is gone."""
+        for slot in slots:
+            record = self._at.pop(slot, None)
+            if record is not None:
+                del self._records[record.block_hash]
+
+    def oldest(self, count: int) -> list[Record]:
+        """Up to `count` records in order."""
+        return list(itertools.islice(self._records.values(), count))
+
+    def check(self) -> None:
+        """Assert that both indexes agree."""
+        assert len(self._records) == len(self._at) <= self._slot_count
+        assert all(self._at[record.slot] is record for record in self._records.values())

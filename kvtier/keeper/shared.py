@@ -1,0 +1,350 @@
+"""`Books` that engines share: a mirror to look things up in, a stock of reservations to write with, and a keeper to ask.
+
+Looking up, reserving and dropping cost no round trip; publishing is answered later, or not in time. While the keeper is
+away finds go on from the mirror, writes from what is left of the stock, and on its return it is told what is held.
+All on the engine thread. Owned by the shelves of one layout, by way of their `Link`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from kvtier.block import BlockHash
+from kvtier.directory import PublishOutcome
+from kvtier.keeper.client import KeeperClient, Lost, Seated
+from kvtier.keeper.mirror import Mirror
+from kvtier.keeper.slot_table import SlotTable
+from kvtier.keeper.wire import (
+    ROWS_MAX,
+    Abandon,
+    Drop,
+    Farewell,
+    Gone,
+    Granted,
+    Here,
+    Join,
+    Numbers,
+    Publish,
+    Published,
+    Reserve,
+    Snapshot,
+    ToEngine,
+    ToKeeper,
+    Touch,
+    pieces,
+    to_record,
+    to_row,
+)
+from kvtier.record import NO_TENANT, Grant, Lease, Record
+
+ANSWER_S = 5.0
+"""What the keeper gets to answer in."""
+TOUCH_S = 0.1
+"""Uses are sent in batches that far apart."""
+IDLE_S = 1.0
+"""A stock that was not used that long shrinks to its floor."""
+STOCK_FLOOR_MAX = 64
+_OUTCOMES = (PublishOutcome.PUBLISHED, PublishOutcome.DUPLICATE, PublishOutcome.STALE)
+
+
+class Link:
+    """What the books of one layout have in common: the client, and who gets which message."""
+
+    def __init__(self, client: KeeperClient) -> None:
+        self.client = client
+        self.line: int | None = None
+        """The connection that is joined; None while there is none."""
+        self.over = False
+        """The cache directory is gone: there is nothing here any more, and never will be."""
+        self._books: dict[int, SharedBooks] = {}
+        self._number = 0
+
+    def add(self, books: SharedBooks) -> None:
+        """Messages about this tier go to `books`."""
+        self._books[books.tier_index] = books
+
+    def send(self, message: ToKeeper) -> bool:
+        """Send a message, if there is anyone to read it."""
+        if self.line is None:
+            return False
+        self.client.send(self.line, message)
+        return True
+
+    def number(self) -> int:
+        """For a question; never used twice."""
+        self._number += 1
+        return self._number
+
+    def pump(self, now: float) -> None:
+        """Hand on what has come."""
+        for message in self.client.take():
+            if isinstance(message, Seated):
+                self._join(message.line, now)
+            elif isinstance(message, Lost):
+                self.line = None
+                self._each_lost()
+            elif isinstance(message, Farewell):
+                self.over, self.line = True, None
+                for books in self._books.values():
+                    books.end()
+            else:
+                self._hand(message, now)
+
+    def _join(self, line: int, now: float) -> None:
+        self.line = line
+        held = [(tier, *grant) for tier, books in self._books.items() for grant in books.held()]
+        self.send(Join(held, []))
+        for books in self._books.values():
+            books.joined(now)
+
+    def _each_lost(self) -> None:
+        for books in self._books.values():
+            books.lost()
+
+    def _hand(self, message: ToEngine, now: float) -> None:
+        if isinstance(message, (Gone, Here, Snapshot, Numbers)):
+            books = self._books.get(message.tier)
+            if books is not None:
+                books.told(message)
+        elif isinstance(message, (Granted, Published)):
+            for books in self._books.values():
+                if books.answered(message, now):
+                    break
+
+
+class SharedBooks:
+    """`Books` over a link. See the module."""
+
+    def __init__(self, tier_index: int, slot_count: int, table: SlotTable, link: Link, batch_max: int) -> None:
+        """`batch_max`: slots that are wanted at once at most."""
+        self.tier_index = tier_index
+        self.used_slots = 0
+        self.evictions = 0
+        self._table = table
+        self._link = link
+        self._slot_count = slot_count
+        self._batch_max = max(1, min(batch_max, slot_count // 4, ROWS_MAX))
+        self._floor = max(1, min(STOCK_FLOOR_MAX, slot_count // 32))
+        self._mirror = Mirror(slot_count)
+        self._coming: Mirror | None = None
+        self._stock: dict[bytes, deque[Grant]] = {NO_TENANT: deque()}
+        self._wanted: dict[bytes, int] = {}
+        self._asked: dict[int, tuple[bytes, float]] = {}
+        self._out: set[Grant] = set()
+        """Granted and being written."""
+        self._unanswered: dict[Grant, tuple[Record, float]] = {}
+        self._questions: dict[int, list[Grant]] = {}
+        self._answers: list[tuple[Record, PublishOutcome | None]] = []
+        self._touched: dict[int, float] = {}
+        self._touched_at = 0.0
+        self.whole = False
+        """The mirror has been filled once."""
+        self._reserved_at = 0.0
+        link.add(self)
+
+    def __repr__(self) -> str:
+        return f"SharedBooks(known={len(self._mirror)}, stock={self._stock_count()}, line={self._link.line})"
+
+    # ---- `Books` ---------------------------------------------------------------------------------------------------
+
+    def find(self, hashes: Sequence[BlockHash]) -> list[Record]:
+        """See `Books`."""
+        return self._mirror.find(hashes)
+
+    def holds(self, block_hash: BlockHash) -> bool:
+        """See `Books`."""
+        return self._mirror.get(block_hash) is not None
+
+    def touch(self, hashes: Sequence[BlockHash], now: float) -> None:
+        """See `Books`: noted here, sent in batches."""
+        for block_hash in hashes:
+            slot = self._mirror.touch(block_hash)
+            if slot is not None:
+                self._touched[slot] = now
+
+    def reserve(self, count: int, tenant: bytes) -> list[Grant]:
+        """See `Books`: from the stock. What it lacks is asked for, and there the next time."""
+        stock = self._stock.setdefault(tenant, deque())
+        grants = [stock.popleft() for _ in range(min(count, len(stock)))]
+        self._out.update(grants)
+        self._reserved_at = time.monotonic()
+        self._wanted[tenant] = max(self._wanted.get(tenant, 0), min(count, self._batch_max))
+        self._top_up(self._reserved_at)
+        return grants
+
+    def publish(self, records: Sequence[Record], now: float) -> None:
+        """See `Books`."""
+        for record in records:
+            grant = Grant(record.slot, record.generation)
+            self._out.discard(grant)
+            self._unanswered[grant] = (record, now + ANSWER_S)
+        self._ask_to_publish([Grant(record.slot, record.generation) for record in records])
+
+    def answers(self, now: float) -> list[tuple[Record, PublishOutcome | None]]:
+        """See `Books`. Also what the books do by themselves: listen, top up, give back, tell of uses."""
+        self._link.pump(now)
+        self._expire(now)
+        self._top_up(now)
+        self._shrink(now)
+        self._send_touches(now)
+        answers, self._answers = self._answers, []
+        return answers
+
+    def abandon(self, grants: Sequence[Grant]) -> None:
+        """See `Books`. A keeper that is away learns of it when it greets."""
+        self._out.difference_update(grants)
+        for piece in pieces(grants):
+            self._link.send(Abandon(self.tier_index, piece))
+
+    def drop(self, records: Sequence[Record]) -> list[Record]:
+        """See `Books`."""
+        mine = [record for record in records if self._mirror.get(record.block_hash) == record]
+        self._mirror.remove(record.slot for record in mine)
+        there = [record for record in mine if self._table.is_ready(record.slot, record.generation)]
+        for piece in pieces((record.slot, record.generation) for record in there):
+            self._link.send(Drop(self.tier_index, piece))
+        return there
+
+    def acquire(self, records: Sequence[Record]) -> list[Lease | None]:
+        """See `Books`: holds nothing; `intact` tells afterwards whether somebody else was granted the slot."""
+        return [Lease(record) if self._table.is_ready(record.slot, record.generation) else None for record in records]
+
+    def intact(self, lease: Lease) -> bool:
+        """See `Books`. A slot's entry changes before anybody may write into it."""
+        return self._table.is_ready(lease.record.slot, lease.record.generation)
+
+    def release(self, leases: Sequence[Lease]) -> None:
+        """See `Books`."""
+
+    def coldest(self, count: int) -> list[Record]:
+        """See `Books`, as far as this engine's own uses tell."""
+        return self._mirror.oldest(count)
+
+    def check(self) -> None:
+        """See `Books`."""
+        self._mirror.check()
+        held = self.held()
+        assert len(held) == len(set(held)), "a grant is held twice"
+
+    def close(self) -> None:
+        """Give everything back."""
+        self.abandon([grant for stock in self._stock.values() for grant in stock])
+        self.abandon(list(self._out))
+        self._stock.clear()
+
+    # ---- from the link ---------------------------------------------------------------------------------------------
+
+    def held(self) -> list[Grant]:
+        """Every grant that this engine has."""
+        return [*self._out, *self._unanswered, *(grant for stock in self._stock.values() for grant in stock)]
+
+    def joined(self, now: float) -> None:
+        """There is a keeper: ask again what was not answered."""
+        self._coming = Mirror(self._slot_count)
+        self._ask_to_publish(list(self._unanswered))
+        self._wanted.setdefault(NO_TENANT, self._floor)
+        self._top_up(now)
+
+    def lost(self) -> None:
+        """There is none: what was asked is not answered any more."""
+        self._asked.clear()
+        self._questions.clear()
+
+    def end(self) -> None:
+        """The shelf is gone with its directory."""
+        self.lost()
+        self._mirror = Mirror(self._slot_count)
+        self._stock.clear()
+        self._answers += [(record, None) for record, _ in self._unanswered.values()]
+        self._unanswered.clear()
+
+    def told(self, message: Gone | Here | Snapshot | Numbers) -> None:
+        """An event of the keeper's."""
+        if isinstance(message, Numbers):
+            self.used_slots, self.evictions = message.used_slots, message.evictions
+            return
+        mirror = self._mirror if self._coming is None else self._coming
+        if isinstance(message, Gone):
+            mirror.remove(message.slots)
+            return
+        mirror.add(map(to_record, message.rows))
+        if isinstance(message, Snapshot) and message.last:
+            self._mirror, self._coming, self.whole = mirror, None, True
+
+    def answered(self, message: Granted | Published, now: float) -> bool:
+        """An answer; whether the question was ours."""
+        if isinstance(message, Granted):
+            asked = self._asked.pop(message.number, None)
+            if asked is None:
+                return False
+            grants = [Grant(*grant) for grant in message.grants if 0 <= grant[0] < self._slot_count]
+            self._stock.setdefault(asked[0], deque()).extend(grants)
+            if not grants:
+                self._wanted.pop(asked[0], None)
+            return True
+        grants = self._questions.pop(message.number, None)
+        if grants is None:
+            return False
+        for grant, outcome in zip(grants, message.outcomes, strict=False):
+            pending = self._unanswered.pop(grant, None)
+            if pending is not None:
+                self._answers.append((pending[0], _OUTCOMES[outcome]))
+        return True
+
+    # ---- by itself -------------------------------------------------------------------------------------------------
+
+    def _ask_to_publish(self, grants: Iterable[Grant]) -> None:
+        deadline_ns = time.monotonic_ns() + int(ANSWER_S * 1e9)
+        for piece in pieces(grants, ROWS_MAX):
+            number = self._link.number()
+            rows = [to_row(self._unanswered[grant][0]) for grant in piece]
+            if self._link.send(Publish(number, self.tier_index, rows, deadline_ns)):
+                self._questions[number] = piece
+
+    def _expire(self, now: float) -> None:
+        """End what nobody has answered; the row is given back, which is void if it was published after all."""
+        late = [grant for grant, (_, deadline) in self._unanswered.items() if deadline <= now]
+        for grant in late:
+            self._answers.append((self._unanswered.pop(grant)[0], None))
+        if late:
+            self.abandon(late)
+        for number in [number for number, (_, deadline) in self._asked.items() if deadline <= now]:
+            del self._asked[number]
+
+    def _top_up(self, now: float) -> None:
+        """Ask for reservations where fewer lie in stock than are wanted; one question a tenant at a time."""
+        for tenant, wanted in self._wanted.items():
+            missing = wanted - len(self._stock.get(tenant, ()))
+            if missing <= 0 or any(asked == tenant for asked, _ in self._asked.values()):
+                continue
+            number = self._link.number()
+            deadline_ns = time.monotonic_ns() + int(ANSWER_S * 1e9)
+            if self._link.send(Reserve(number, self.tier_index, missing, tenant, deadline_ns)):
+                self._asked[number] = (tenant, now + ANSWER_S)
+
+    def _shrink(self, now: float) -> None:
+        """Give back what lies idle beyond the floor."""
+        if self._reserved_at == 0.0 or time.monotonic() - self._reserved_at < IDLE_S:
+            return
+        self._reserved_at = 0.0
+        self._wanted = {NO_TENANT: self._floor}
+        for tenant, stock in list(self._stock.items()):
+            kept = self._floor if tenant == NO_TENANT else 0
+            self.abandon([stock.pop() for _ in range(len(stock) - kept)])
+
+    def _send_touches(self, now: float) -> None:
+        if not self._touched or now - self._touched_at < TOUCH_S or self._link.client.backlog > 16:
+            return
+        self._touched_at = now
+        by_time: dict[float, list[int]] = {}
+        for slot, at in self._touched.items():
+            by_time.setdefault(at, []).append(slot)
+        self._touched.clear()
+        for at, slots in by_time.items():
+            for piece in pieces(slots):
+                self._link.send(Touch(self.tier_index, at, piece))
+
+    def _stock_count(self) -> int:
+        return sum(map(len, self._stock.values()))
