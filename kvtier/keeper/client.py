@@ -119,7 +119,9 @@ class KeeperClient:
                     finally:
                         self._tell(Lost())
                     pause_s = 0.0
-            except (WireError, ShelfError, OSError) as error:
+            except OSError as error:  # a keeper that is just leaving, or was killed while we greeted it
+                self.refusal, pause_s = str(error), RECOVERY_RETRY_S
+            except (WireError, ShelfError) as error:
                 reason = str(error)
                 if reason != self.refusal:
                     log.warning("no line to the keeper: %s", reason)
@@ -147,7 +149,7 @@ class KeeperClient:
                     if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                         taken += array.array("i", payload[: len(payload) - len(payload) % 4])
                 if not data:
-                    raise ShelfError("the keeper has hung up")
+                    raise ConnectionResetError("the keeper has hung up")
                 for message in frames.feed(data):
                     if isinstance(message, Refused):
                         raise ShelfError(message.reason)

@@ -86,7 +86,7 @@ class Ledger:
             if record is not None:
                 self._directory.acquire([record] * len(owners))
             self._leased[slot] = (bits, record)
-        self._sync(range(self.slab.slot_count))
+        self._put(range(self.slab.slot_count))
 
     def reserve(self, owner: int, count: int, tenant: bytes) -> list[Grant]:
         """Slots for an owner to write into, as many as there are."""
@@ -247,15 +247,18 @@ class Ledger:
         return found is not None and found.block_hash == record.block_hash
 
     def _sync(self, slots: Iterable[int]) -> None:
-        """Bring the table, and for DRAM the header, to what the directory says."""
+        """Bring the table, and for DRAM the header, to what the directory says; not for a slot that is being written."""
+        slots = list(slots)
+        self._put(slots)
         mapping = self.slab.mapping
+        for slot in slots if mapping is not None else ():
+            if self._directory.state_of(slot)[0] is not SlotState.READY and slot not in self._leased:
+                offset = self.slab.offset(slot)
+                mapping[offset : offset + len(MAGIC)] = bytes(len(MAGIC))
+
+    def _put(self, slots: Iterable[int]) -> None:
         for slot in slots:
             state, generation, tenant = self._directory.state_of(slot)
             bits = self._leased.get(slot, (0, None))[0]
             writer = self._writers.get(slot, NOBODY) if state is SlotState.WRITING else NOBODY
             self.table.put(slot, SlotEntry(generation, bits, state, writer, tenant))
-            if mapping is not None and state is not SlotState.READY and not bits:
-                offset = self.slab.offset(slot)
-                mapping[offset : offset + len(MAGIC)] = bytes(len(MAGIC))
-
-

@@ -52,8 +52,9 @@ class SharedShelves:
         self._calls = calls
         self.seat = Seat(CacheDirectory(path, None), layout, self._form, budgets)
         self.link = Link(KeeperClient(self.seat, wake, linger_s))
-        self._books: dict[Tier, SharedBooks] = {}
+        self.books: dict[Tier, SharedBooks] = {}
         self._stuck = False
+        self._closed = False
         self.shelves: dict[Tier, Shelf] = {}
 
     @property
@@ -70,14 +71,15 @@ class SharedShelves:
             time.sleep(POLL_S)
         if not self.shelves:
             self.shelves = {tier: self._make(tier, index) for tier, index in TIERS.items() if index in self.seat.slabs}
-        while not all(books.whole for books in self._books.values()) and time.monotonic() < end:
+        while not all(books.whole for books in self.books.values()) and time.monotonic() < end:
             self.link.pump(time.monotonic())
             time.sleep(POLL_S)
         return True
 
     def close(self) -> None:
-        """Hang up before any shelf was made; with shelves, their own `close` does it."""
-        if not self._books:
+        """Hang up, unless a shelf is still open; the close of the last one does it too."""
+        if not self.books and not self._closed:
+            self._closed = True
             ended = self.link.client.close(CLOSE_S)
             self.seat.close(self._stuck or not ended)
 
@@ -87,12 +89,12 @@ class SharedShelves:
         engine = ThreadsEngine(
             self._io.readers, self._io.writers, self._limits.in_flight_max, self._wake, self._calls
         )
-        self._books[tier] = books
+        self.books[tier] = books
 
         def close_files(deadline_s: float, stuck: int) -> None:
             self._stuck |= stuck > 0
             books.close()
-            del self._books[tier]
+            del self.books[tier]
             self.close()
 
         return Shelf(tier, self._form, shared.slab, books, engine, self._limits, close_files)

@@ -19,6 +19,8 @@ from kvtier.keeper.slot_table import SlotTable
 from kvtier.keeper.wire import (
     ROWS_MAX,
     Abandon,
+    Acquire,
+    Acquired,
     Drop,
     Farewell,
     Gone,
@@ -28,6 +30,7 @@ from kvtier.keeper.wire import (
     Numbers,
     Publish,
     Published,
+    Release,
     Reserve,
     Snapshot,
     ToEngine,
@@ -90,12 +93,13 @@ class Link:
                 for books in self._books.values():
                     books.end()
             else:
-                self._hand(message, now)
+                self._hand(message)
 
     def _join(self, line: int, now: float) -> None:
         self.line = line
         held = [(tier, *grant) for tier, books in self._books.items() for grant in books.held()]
-        self.send(Join(held, []))
+        leased = [(tier, *claim) for tier, books in self._books.items() for claim in books.held_leases()]
+        self.send(Join(held, leased))
         for books in self._books.values():
             books.joined(now)
 
@@ -103,14 +107,14 @@ class Link:
         for books in self._books.values():
             books.lost()
 
-    def _hand(self, message: ToEngine, now: float) -> None:
+    def _hand(self, message: ToEngine) -> None:
         if isinstance(message, (Gone, Here, Snapshot, Numbers)):
             books = self._books.get(message.tier)
             if books is not None:
                 books.told(message)
-        elif isinstance(message, (Granted, Published)):
+        elif isinstance(message, (Granted, Published, Acquired)):
             for books in self._books.values():
-                if books.answered(message, now):
+                if books.answered(message):
                     break
 
 
@@ -136,6 +140,9 @@ class SharedBooks:
         """Granted and being written."""
         self._unanswered: dict[Grant, tuple[Record, float]] = {}
         self._questions: dict[int, list[Grant]] = {}
+        self._leased: set[Grant] = set()
+        self._lease_questions: dict[int, tuple[list[Record], float]] = {}
+        self._lease_answers: dict[int, list[Lease | None]] = {}
         self._answers: list[tuple[Record, PublishOutcome | None]] = []
         self._touched: dict[int, float] = {}
         self._touched_at = 0.0
@@ -228,17 +235,51 @@ class SharedBooks:
         held = self.held()
         assert len(held) == len(set(held)), "a grant is held twice"
 
+    def ask_leases(self, records: Sequence[Record], now: float) -> int:
+        """Ask for leases that hold their rows in place; the number under which `leases` answers."""
+        number = self._link.number()
+        self._lease_questions[number] = (list(records), now + ANSWER_S)
+        deadline_ns = time.monotonic_ns() + int(ANSWER_S * 1e9)
+        claims = [(record.slot, record.generation) for record in records]
+        self._link.send(Acquire(number, self.tier_index, claims, deadline_ns))
+        return number
+
+    def leases(self, now: float) -> dict[int, list[Lease | None]]:
+        """Answers to `ask_leases` since the last call; none of the rows is held if nobody has answered in time."""
+        self._link.pump(now)
+        for number in [number for number, (_, deadline) in self._lease_questions.items() if deadline <= now]:
+            records, _ = self._lease_questions.pop(number)
+            self._lease_answers[number] = [None] * len(records)
+        answers, self._lease_answers = self._lease_answers, {}
+        return answers
+
+    def end_leases(self, leases: Sequence[Lease]) -> None:
+        """Give leases back, once nothing uses their rows any more."""
+        claims = [Grant(lease.record.slot, lease.record.generation) for lease in leases]
+        self._leased.difference_update(claims)
+        for piece in pieces(claims):
+            self._link.send(Release(self.tier_index, piece))
+
     def close(self) -> None:
         """Give everything back."""
         self.abandon([grant for stock in self._stock.values() for grant in stock])
         self.abandon(list(self._out))
         self._stock.clear()
 
+    @property
+    def current(self) -> bool:
+        """The mirror is that of the keeper that is there."""
+        return self.whole and self._coming is None
+
     # ---- from the link ---------------------------------------------------------------------------------------------
 
     def held(self) -> list[Grant]:
         """Every grant that this engine has."""
         return [*self._out, *self._unanswered, *(grant for stock in self._stock.values() for grant in stock)]
+
+    def held_leases(self) -> list[Grant]:
+        """Every lease that this engine has."""
+        return list(self._leased)
 
     def joined(self, now: float) -> None:
         """There is a keeper: ask again what was not answered."""
@@ -273,8 +314,10 @@ class SharedBooks:
         if isinstance(message, Snapshot) and message.last:
             self._mirror, self._coming, self.whole = mirror, None, True
 
-    def answered(self, message: Granted | Published, now: float) -> bool:
+    def answered(self, message: Granted | Published | Acquired) -> bool:
         """An answer; whether the question was ours."""
+        if isinstance(message, Acquired):
+            return self._take_leases(message)
         if isinstance(message, Granted):
             asked = self._asked.pop(message.number, None)
             if asked is None:
@@ -291,6 +334,15 @@ class SharedBooks:
             pending = self._unanswered.pop(grant, None)
             if pending is not None:
                 self._answers.append((pending[0], _OUTCOMES[outcome]))
+        return True
+
+    def _take_leases(self, message: Acquired) -> bool:
+        asked = self._lease_questions.pop(message.number, None)
+        if asked is None:
+            return False
+        leases = [Lease(record) if got else None for record, got in zip(asked[0], message.granted, strict=False)]
+        self._leased.update(Grant(lease.record.slot, lease.record.generation) for lease in leases if lease is not None)
+        self._lease_answers[message.number] = leases
         return True
 
     # ---- by itself -------------------------------------------------------------------------------------------------
