@@ -111,7 +111,9 @@ class KeeperClient:
             pause_s = RETRY_S
             try:
                 self._link = connect(self._seat.cache, time.monotonic() + START_S, self._linger_s, self._closing.is_set)
-                if self._link is not None:
+                if self._link is None:
+                    self.refusal = "no keeper answers, and another engine may have the cache directory for itself"
+                else:
                     self._greet(self._link)
                     self._tell(Seated(self._line))
                     try:

@@ -1,4 +1,4 @@
-"""The shelves of one row layout in the keeper: opened anew, or taken over from a keeper that is gone.
+"""The shelves of one row layout in the keeper: made, or taken over from a keeper that is gone.
 
 Owns slabs, slot tables and journal of the layout and the order in which they come about. What survivors hand over is
 checked and then believed; what is not there is rebuilt from journal or headers. Called by the server.
@@ -21,14 +21,13 @@ from kvtier.journal import Journal
 from kvtier.keeper.ledger import Ledger
 from kvtier.keeper.owners import is_locked
 from kvtier.keeper.slot_table import SlotEntry, SlotTable
-from kvtier.keeper.wire import OWNERS_MAX, Hello
+from kvtier.keeper.wire import OWNERS_MAX
 from kvtier.record import Record
 from kvtier.replay import JournalShape, Replay, ReplayState
 from kvtier.shelves import GENERATION_GAP, nvme_slot_count, recover
 from kvtier.tiers.header import HEADER_BYTES, RowFormat, parse_header
 from kvtier.tiers.memory import AlignedPages
 from kvtier.tiers.slab import (
-    EPOCH_BYTES,
     KEEPER_BYTE,
     SLAB_NAME,
     Slab,
@@ -93,28 +92,35 @@ class KeptLayout:
             self.journal.close(deadline_s)
 
 
-def open_layout(
-    cache: CacheDirectory, hello: Hello, dram_left_bytes: int, handed: dict[int, Handover], now: float
-) -> KeptLayout:
-    """Open what an engine asks for; a tier that cannot be had leaves a note. ShelfError if nothing can be."""
-    form = RowFormat(bytes(32), hello.row_bytes, hello.slice_bytes)
-    kept = KeptLayout(hello.layout, form, cache.folder(hello.layout))
-    dram_bytes = min(hello.budgets[DRAM], dram_left_bytes)
-    try:
-        if DRAM in handed:
-            kept.ledgers[DRAM] = _take_dram(form, handed.pop(DRAM), now)
-        elif hello.budgets[DRAM]:
-            kept.ledgers[DRAM] = _make_dram(form, dram_bytes)
-    except KvtierError as error:
-        kept.notes.append(f"DRAM: {error}")
-    try:
-        if NVME in handed or hello.budgets[NVME]:
-            _open_nvme(cache, kept, hello.budgets[NVME], handed.pop(NVME, None), now)
-    except KvtierError as error:
-        kept.notes.append(f"NVMe: {error}")
-    counts = [f"{len(ledger)} blocks in {ledger.slab.slot_count} slots" for ledger in kept.ledgers.values()]
-    log.info("layout %s opened: %s", hello.layout, ", ".join(counts + kept.notes))
-    return kept
+def fill(
+    kept: KeptLayout,
+    cache: CacheDirectory,
+    budgets: Sequence[int],
+    handed: dict[int, Handover],
+    fresh: bool,
+    now: float,
+) -> None:
+    """Open those tiers that are handed over and, if `fresh`, those that have a budget. Takes what it uses from `handed`.
+
+    A tier that cannot be had leaves a note. Nothing fresh is made while survivors may still bring what was there.
+    """
+    kept.notes = []
+    for tier, name in ((DRAM, "DRAM"), (NVME, "NVMe")):
+        if tier in kept.ledgers or (tier not in handed and not (fresh and budgets[tier])):
+            continue
+        try:
+            brought = handed.pop(tier, None)
+            if tier == NVME:
+                ledger = _open_nvme(cache, kept, budgets[NVME], brought, now)
+            else:
+                ledger = _take_dram(kept.form, brought, now) if brought else _make_dram(kept.form, budgets[DRAM])
+        except (KvtierError, OSError) as error:
+            kept.notes.append(f"{name}: {error}")
+            log.warning("layout %s without %s: %s", kept.name, name, error)
+        else:
+            kept.ledgers[tier] = ledger
+            slot_count = ledger.slab.slot_count
+            log.info("layout %s: %s with %d blocks in %d slots", kept.name, name, len(ledger), slot_count)
 
 
 def _make_dram(form: RowFormat, budget_bytes: int) -> Ledger:
@@ -131,29 +137,29 @@ def _take_dram(form: RowFormat, handed: Handover, now: float) -> Ledger:
     """Rows from the headers of those slots that the table calls ready."""
     assert handed.slab is not None
     table = SlotTable(handed.table, handed.slot_count, writable=True)
-    slab = join_dram_slab(handed.slab, form.slot_bytes, handed.slot_count, _epoch(handed))
+    slab = join_dram_slab(handed.slab, form.slot_bytes, handed.slot_count, handed.epoch)
     entries = list(table.entries())
     records: list[Record] = []
-    rows = memoryview(slab.mapping)  # type: ignore[arg-type]
-    for slot, entry in enumerate(entries):
-        if entry.state is SlotState.READY:
-            offset = slab.offset(slot)
-            records += _sound(parse_header(rows[offset : offset + HEADER_BYTES]), slot, entry, form)
-    rows.release()
-    return _taken(DRAM, slab, table, entries, records, form, None, now)
+    assert slab.mapping is not None
+    with memoryview(slab.mapping) as rows:
+        for slot, entry in enumerate(entries):
+            if entry.state is SlotState.READY:
+                offset = slab.offset(slot)
+                with rows[offset : offset + HEADER_BYTES] as header:
+                    records += _sound(parse_header(header), slot, entry, form)
+    floor = max(entry.generation for entry in entries) + GENERATION_GAP
+    ledger = Ledger(DRAM, slab, form.slice_count, table, None, floor)
+    ledger.restore(records, entries, now)
+    return ledger
 
 
 def _open_nvme(
     cache: CacheDirectory, kept: KeptLayout, budget_bytes: int, handed: Handover | None, now: float
-) -> None:
+) -> Ledger:
     form = kept.form
-    slot_count = (
-        handed.slot_count if handed else nvme_slot_count(form, budget_bytes, cache.bytes_beside(kept.name))
-    )
+    slot_count = handed.slot_count if handed else nvme_slot_count(form, budget_bytes, cache.bytes_beside(kept.name))
     end = time.monotonic() + ORPHAN_WAIT_S
-    slab, fresh = open_nvme_slab(
-        kept.folder, form.slot_bytes, slot_count, KernelCalls(), end, (KEEPER_BYTE, 1)
-    )
+    slab, fresh = open_nvme_slab(kept.folder, form.slot_bytes, slot_count, KernelCalls(), end, (KEEPER_BYTE, 1))
     cache.hold(slab.descriptor)
     shape = JournalShape(slab.epoch, slot_count, form.slice_count)
     found = Replay(ReplayState.MISSING, [], 0) if fresh else _recover(kept.folder, shape, slab, form)
@@ -171,22 +177,6 @@ def _open_nvme(
     ledger = Ledger(NVME, slab, form.slice_count, table, kept.journal, floor)
     ledger.restore(records, entries, now)
     ledger.frozen = not entries and any(is_locked(slab.descriptor, owner) for owner in range(OWNERS_MAX))
-    kept.ledgers[NVME] = ledger
-
-
-def _taken(
-    tier: int,
-    slab: Slab,
-    table: SlotTable,
-    entries: Sequence[SlotEntry],
-    records: Sequence[Record],
-    form: RowFormat,
-    journal: Journal | None,
-    now: float,
-) -> Ledger:
-    floor = max((entry.generation for entry in entries), default=0) + GENERATION_GAP
-    ledger = Ledger(tier, slab, form.slice_count, table, journal, floor)
-    ledger.restore(records, entries, now)
     return ledger
 
 
@@ -218,18 +208,10 @@ def _agreed(slab: Slab, form: RowFormat, entries: Sequence[SlotEntry], replayed:
     return records
 
 
-def _sound(
-    parsed: tuple[Record, RowFormat] | None, slot: int, entry: SlotEntry, form: RowFormat
-) -> list[Record]:
+def _sound(parsed: tuple[Record, RowFormat] | None, slot: int, entry: SlotEntry, form: RowFormat) -> list[Record]:
     """The record of a header, if it is that of this slot and generation."""
     if parsed is None:
         return []
     record, written = parsed
     lengths = (written.row_bytes, written.slice_bytes) == (form.row_bytes, form.slice_bytes)
     return [record] if lengths and (record.slot, record.generation) == (slot, entry.generation) else []
-
-
-def _epoch(handed: Handover) -> bytes:
-    if len(handed.epoch) != EPOCH_BYTES:
-        raise ShelfError("an epoch has the wrong length")
-    return handed.epoch

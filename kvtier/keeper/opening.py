@@ -55,6 +55,7 @@ class SharedShelves:
         self.books: dict[Tier, SharedBooks] = {}
         self._stuck = False
         self._closed = False
+        self.wanted = [tier for tier, index in TIERS.items() if budgets[index]]
         self.shelves: dict[Tier, Shelf] = {}
 
     @property
@@ -75,6 +76,10 @@ class SharedShelves:
             self.link.pump(time.monotonic())
             time.sleep(POLL_S)
         return True
+
+    def opened(self, tier: Tier) -> Shelf | None:
+        """The shelf of a tier, once the keeper has said welcome."""
+        return self.shelves.get(tier) if self.try_open() else None
 
     def close(self) -> None:
         """Hang up, unless a shelf is still open; the close of the last one does it too."""

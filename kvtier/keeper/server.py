@@ -15,11 +15,12 @@ import struct
 import time
 from collections.abc import Iterator, Sequence
 
+from kvtier.block import ALIGNMENT
 from kvtier.cache_directory import CacheDirectory
 from kvtier.directory import PublishOutcome
 from kvtier.errors import KvtierError
 from kvtier.keeper.connection import Connection, close_all
-from kvtier.keeper.kept import DRAM, NVME, Handover, KeptLayout, open_layout
+from kvtier.keeper.kept import DRAM, NVME, Handover, KeptLayout, fill
 from kvtier.keeper.ledger import Ledger
 from kvtier.keeper.owners import OWNERS_NAME, is_locked, open_owners
 from kvtier.keeper.wire import (
@@ -50,6 +51,7 @@ from kvtier.keeper.wire import (
     to_row,
 )
 from kvtier.record import Record
+from kvtier.tiers.header import SLICES_MAX, RowFormat
 
 log = logging.getLogger(__name__)
 
@@ -240,7 +242,8 @@ class Server:
     def _refusal(self, hello: Hello) -> str:
         if hello.version != PROTOCOL_VERSION:
             return f"protocol {hello.version}, the keeper speaks {PROTOCOL_VERSION}"
-        if hello.row_bytes % hello.slice_bytes:
+        slices, rest = divmod(hello.row_bytes, hello.slice_bytes)
+        if rest or hello.slice_bytes % ALIGNMENT or not 0 < slices <= SLICES_MAX:
             return "impossible geometry"
         if hello.owner >= 0 and not is_locked(self._owners, hello.owner):
             return "an owner without its lock"
@@ -261,14 +264,16 @@ class Server:
             handed[tier] = Handover(epoch, slot_count, table, slab)
         try:
             if kept is None:
-                self._dram_total_bytes = max(self._dram_total_bytes, hello.budgets[DRAM])
-                left = self._dram_total_bytes - sum(
-                    layout.ledgers[DRAM].slab.total_bytes for layout in self._layouts.values() if DRAM in layout.ledgers
-                )
-                kept = open_layout(self._cache, hello, max(0, left), handed, time.monotonic())
+                form = RowFormat(bytes(32), hello.row_bytes, hello.slice_bytes)
+                kept = KeptLayout(hello.layout, form, self._cache.folder(hello.layout))
                 self._layouts[hello.layout] = kept
             elif (kept.form.row_bytes, kept.form.slice_bytes) != (hello.row_bytes, hello.slice_bytes):
                 raise WireError("another geometry under the same name")
+            self._dram_total_bytes = self._dram_total_bytes or hello.budgets[DRAM]
+            taken = [one.ledgers[DRAM].slab.total_bytes for one in self._layouts.values() if DRAM in one.ledgers]
+            left = min(hello.budgets[DRAM], max(1, self._dram_total_bytes - sum(taken)))
+            fresh = not self._survivors - {hello.owner}
+            fill(kept, self._cache, (left, hello.budgets[NVME]), handed, fresh, time.monotonic())
         finally:
             for one in handed.values():
                 close_all([one.table] + ([one.slab] if one.slab is not None else []))
