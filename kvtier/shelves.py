@@ -98,7 +98,11 @@ def open_nvme_shelf(
         cache.hold(slab.descriptor)
         engine = ThreadsEngine(io.readers, io.writers, limits.in_flight_max, wake, calls)
         shape = JournalShape(slab.epoch, slot_count, form.slice_count)
-        found = Replay(ReplayState.MISSING, [], 0) if fresh else recover(folder, shape, slab, form, engine, limits.in_flight_max)
+        found = (
+            Replay(ReplayState.MISSING, [], 0)
+            if fresh
+            else recover(folder, shape, slab, form, engine, limits.in_flight_max)
+        )
     except BaseException:
         if engine is not None:
             engine.close(0.0)

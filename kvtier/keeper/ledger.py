@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kvtier.block import BlockHash
 from kvtier.directory import ChangeLog, Directory, PublishOutcome, SlotState
 from kvtier.eviction import EvictionPolicy
 from kvtier.keeper.slot_table import NOBODY, SlotEntry, SlotTable

@@ -91,9 +91,7 @@ class SharedShelves:
     def _make(self, tier: Tier, index: int) -> Shelf:
         shared = self.seat.slabs[index]
         books = SharedBooks(index, shared.slab.slot_count, shared.table, self.link, self._limits.in_flight_max)
-        engine = ThreadsEngine(
-            self._io.readers, self._io.writers, self._limits.in_flight_max, self._wake, self._calls
-        )
+        engine = ThreadsEngine(self._io.readers, self._io.writers, self._limits.in_flight_max, self._wake, self._calls)
         self.books[tier] = books
 
         def close_files(deadline_s: float, stuck: int) -> None:

@@ -10,8 +10,8 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvtier.cache_directory import CacheDirectory, layout_name
 from kvtier.block import KVLayout
+from kvtier.cache_directory import CacheDirectory, layout_name
 from kvtier.errors import ShelfError
 from kvtier.keeper.kept import DRAM
 from kvtier.keeper.owners import lock_byte, open_owners, reopen

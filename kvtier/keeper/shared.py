@@ -1,4 +1,4 @@
-"""`Books` that engines share: a mirror to look things up in, a stock of reservations to write with, and a keeper to ask.
+"""`Books` that engines share: a mirror to look things up in, a stock of reservations to write with, a keeper to ask.
 
 Looking up, reserving and dropping cost no round trip; publishing is answered later, or not in time. While the keeper is
 away finds go on from the mirror, writes from what is left of the stock, and on its return it is told what is held.

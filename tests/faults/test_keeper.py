@@ -204,7 +204,7 @@ def test_files_are_private_whatever_the_umask(start: Start, tmp_path: Path) -> N
 def test_kills_of_anybody_cost_no_row_and_hardly_a_hit(start: Start, cycles: int) -> None:
     chance = random.Random(7)
     workers = [start(400, 400 * 16384) for _ in range(3)]
-    published = {tier: 0 for tier in BOTH}
+    published = dict.fromkeys(BOTH, 0)
     slowest_s = 0.0
     for cycle in range(cycles):
         for worker in workers:
