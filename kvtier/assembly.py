@@ -166,7 +166,9 @@ def _add_shared_shelves(
     assert path is not None
     budgets = (dram_bytes, _resolve(nvme.bytes, free_disk_bytes(path)) if nvme.bytes else 0)
     try:
-        shared = SharedShelves(layout, namespace, path, budgets, config.io, wake, config.tiers.linger_s)
+        shared = SharedShelves(
+            layout, namespace, path, budgets, config.io, wake, config.tiers.linger_s, config.eviction
+        )
     except ShelfError as error:
         _log.warning("serving without shelves: %s", error)
         return

@@ -33,7 +33,10 @@ class Books(Protocol):
         """Whether a readable row has this hash."""
 
     def touch(self, hashes: Sequence[BlockHash], now: float) -> None:
-        """Note a use of each block that is here."""
+        """Note a use of a chain's blocks, here or not."""
+
+    def stamp(self, hashes: Sequence[BlockHash], now: float) -> None:
+        """Note when the blocks of a chain were last used, without counting that as a further use."""
 
     def reserve(self, count: int, tenant: bytes) -> list[Grant]:
         """Up to `count` slots to write into, as many as can be had at once."""
@@ -41,7 +44,7 @@ class Books(Protocol):
     def publish(self, records: Sequence[Record], now: float) -> None:
         """Bind written slots to their hashes; each gets one answer."""
 
-    def answers(self, now: float) -> list[tuple[Record, PublishOutcome | None]]:
+    def answers(self, now: float, /) -> list[tuple[Record, PublishOutcome | None]]:
         """What became of published rows since the last call; None: nobody answered in time."""
 
     def abandon(self, grants: Sequence[Grant]) -> None:
@@ -53,7 +56,7 @@ class Books(Protocol):
     def acquire(self, records: Sequence[Record]) -> list[Lease | None]:
         """A claim on each row that is still there. What was made from the row counts only if `intact` says so after."""
 
-    def intact(self, lease: Lease) -> bool:
+    def intact(self, lease: Lease, /) -> bool:
         """Whether the row has been the lease's all the time until now."""
 
     def release(self, leases: Sequence[Lease]) -> None:
@@ -75,6 +78,7 @@ class LocalBooks:
         self.find = directory.find
         self.holds = directory.holds
         self.touch = directory.touch
+        self.stamp = directory.stamp
         self.reserve = directory.reserve
         self.abandon = directory.abandon
         self.drop = directory.drop
@@ -101,11 +105,11 @@ class LocalBooks:
         outcomes = self._directory.publish(records, now)
         self._answers += [(record, outcome) for record, (outcome, _) in zip(records, outcomes, strict=True)]
 
-    def answers(self, now: float) -> list[tuple[Record, PublishOutcome | None]]:
+    def answers(self, _now: float) -> list[tuple[Record, PublishOutcome | None]]:
         """See `Books`."""
         answers, self._answers = self._answers, []
         return answers
 
-    def intact(self, lease: Lease) -> bool:
+    def intact(self, _lease: Lease) -> bool:
         """See `Books`: while it is held nobody overwrites the row."""
         return True

@@ -105,7 +105,7 @@ class Shelf:
 
     def stamp(self, hashes: Sequence[BlockHash], now: float) -> None:
         """Note when the blocks of a chain were last used; no further use of them."""
-        self._directory.stamp(hashes, now)
+        self._books.stamp(hashes, now)
 
     def write(self, items: Sequence[WriteItem], now: float) -> list[int | None]:
         """Start writing rows; a ticket each, None if it is here or being written, there is no room, or trouble."""
@@ -171,7 +171,7 @@ class Shelf:
         return done
 
     def acquire(self, records: Sequence[Record]) -> list[Lease | None]:
-        """A counted lease on each row that is still there; whoever copies from it asks `intact` before the copy counts."""
+        """A lease on each row that is still there; whoever copies from it asks `intact` before the copy counts."""
         return self._books.acquire(records)
 
     def view(self, lease: Lease) -> memoryview:

@@ -95,7 +95,9 @@ class Commands:
         self._bell = Bell()
         self._faults = FaultyCalls()
         budgets = (dram_slots * SLOT_BYTES, nvme_bytes)
-        self._shared = SharedShelves(LAYOUT, NAMESPACE, path, budgets, IO, self._bell, linger_s, calls=self._faults)
+        self._shared = SharedShelves(
+            LAYOUT, NAMESPACE, path, budgets, IO, self._bell, linger_s, "lru", calls=self._faults
+        )
         self._users: dict[str, ShelfUser] = {}
         self._leases: dict[str, list[Lease]] = {}
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from kvtier.cache_directory import CacheDirectory
 from kvtier.directory import SlotState
 from kvtier.errors import KvtierError, ShelfError
+from kvtier.eviction import PolicyMaker
 from kvtier.io.base import KernelCalls
 from kvtier.io.threads import ThreadsEngine
 from kvtier.journal import Journal
@@ -60,6 +61,7 @@ class KeptLayout:
     name: str
     form: RowFormat
     folder: int
+    policy: PolicyMaker
     ledgers: dict[int, Ledger] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     journal: Journal | None = None
@@ -100,7 +102,7 @@ def fill(
     fresh: bool,
     now: float,
 ) -> None:
-    """Open those tiers that are handed over and, if `fresh`, those that have a budget. Takes what it uses from `handed`.
+    """Open those tiers that are handed over and, if `fresh`, those that have a budget. Takes what it uses of `handed`.
 
     A tier that cannot be had leaves a note. Nothing fresh is made while survivors may still bring what was there.
     """
@@ -113,7 +115,7 @@ def fill(
             if tier == NVME:
                 ledger = _open_nvme(cache, kept, budgets[NVME], brought, now)
             else:
-                ledger = _take_dram(kept.form, brought, now) if brought else _make_dram(kept.form, budgets[DRAM])
+                ledger = _take_dram(kept, brought, now) if brought else _make_dram(kept, budgets[DRAM])
         except (KvtierError, OSError) as error:
             kept.notes.append(f"{name}: {error}")
             log.warning("layout %s without %s: %s", kept.name, name, error)
@@ -123,19 +125,21 @@ def fill(
             log.info("layout %s: %s with %d blocks in %d slots", kept.name, name, len(ledger), slot_count)
 
 
-def _make_dram(form: RowFormat, budget_bytes: int) -> Ledger:
+def _make_dram(kept: KeptLayout, budget_bytes: int) -> Ledger:
+    form = kept.form
     slot_count = budget_bytes // form.slot_bytes
     if slot_count == 0:
         raise ShelfError(f"tiers.dram.bytes: {budget_bytes} bytes are left, one block takes {form.slot_bytes}")
     slab = make_dram_slab(form.slot_bytes, slot_count)
-    ledger = Ledger(DRAM, slab, form.slice_count, SlotTable.make(slot_count), None, 0)
+    ledger = Ledger(DRAM, slab, form.slice_count, SlotTable.make(slot_count), None, 0, kept.policy)
     ledger.restore([], [], 0.0)
     return ledger
 
 
-def _take_dram(form: RowFormat, handed: Handover, now: float) -> Ledger:
+def _take_dram(kept: KeptLayout, handed: Handover, now: float) -> Ledger:
     """Rows from the headers of those slots that the table calls ready."""
     assert handed.slab is not None
+    form = kept.form
     table = SlotTable(handed.table, handed.slot_count, writable=True)
     slab = join_dram_slab(handed.slab, form.slot_bytes, handed.slot_count, handed.epoch)
     entries = list(table.entries())
@@ -148,7 +152,7 @@ def _take_dram(form: RowFormat, handed: Handover, now: float) -> Ledger:
                 with rows[offset : offset + HEADER_BYTES] as header:
                     records += _sound(parse_header(header), slot, entry, form)
     floor = max(entry.generation for entry in entries) + GENERATION_GAP
-    ledger = Ledger(DRAM, slab, form.slice_count, table, None, floor)
+    ledger = Ledger(DRAM, slab, form.slice_count, table, None, floor, kept.policy)
     ledger.restore(records, entries, now)
     return ledger
 
@@ -174,7 +178,7 @@ def _open_nvme(
     seen = [record.generation for record in found.records] + [entry.generation for entry in entries]
     floor = max([found.generation, *seen]) + GENERATION_GAP
     kept.journal = Journal(kept.folder, shape, slab.descriptor, records, floor)
-    ledger = Ledger(NVME, slab, form.slice_count, table, kept.journal, floor)
+    ledger = Ledger(NVME, slab, form.slice_count, table, kept.journal, floor, kept.policy)
     ledger.restore(records, entries, now)
     ledger.frozen = not entries and any(is_locked(slab.descriptor, owner) for owner in range(OWNERS_MAX))
     return ledger

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from kvtier.block import BlockHash
 from kvtier.directory import ChangeLog, Directory, PublishOutcome, SlotState
-from kvtier.eviction import EvictionPolicy
+from kvtier.eviction import PolicyMaker
 from kvtier.keeper.slot_table import NOBODY, SlotEntry, SlotTable
 from kvtier.keeper.wire import ROWS_MAX, Gone, Here, Row, pieces, to_record, to_row
 from kvtier.record import Grant, Lease, Record
@@ -31,7 +32,7 @@ class Ledger:
         table: SlotTable,
         journal: ChangeLog | None,
         generation_floor: int,
-        policy: EvictionPolicy | None = None,
+        policy: PolicyMaker,
     ) -> None:
         self.tier_index = tier_index
         self.slab = slab
@@ -138,10 +139,12 @@ class Ledger:
         records = [self._record(*claim) for claim in claims]
         self._directory.drop([record for record in records if record is not None])
 
-    def touch(self, slots: Sequence[int], at: float) -> None:
-        """Note uses."""
-        known = [slot for slot in slots if slot < self.slab.slot_count]
-        self._directory.touch([r.block_hash for slot in known if (r := self._directory.record_at(slot))], at)
+    def touch(self, hashes: Sequence[BlockHash], at: float, counts: bool) -> None:
+        """Note a use of a chain's blocks, or only its time."""
+        if counts:
+            self._directory.touch(hashes, at)
+        else:
+            self._directory.stamp(hashes, at)
 
     def acquire(self, owner: int, claims: Claims) -> list[bool]:
         """Set the owner's bit on rows that are still there; it has one, however often it asks."""
@@ -195,7 +198,7 @@ class Ledger:
         """All rows that can be read."""
         return self._directory.records()
 
-    # ---- as the directory's log: before anybody has an answer ----------------------------------------------------------
+    # ---- as the directory's log: before anybody has an answer ------------------------------------------------------
 
     def reserved(self, grants: Sequence[Grant]) -> None:
         """See `ChangeLog`."""
@@ -246,11 +249,13 @@ class Ledger:
         return found is not None and found.block_hash == record.block_hash
 
     def _sync(self, slots: Iterable[int]) -> None:
-        """Bring the table, and for DRAM the header, to what the directory says; not for a slot that is being written."""
+        """Bring the table, and for DRAM the header, to what the directory says; for slots that nobody writes to."""
         slots = list(slots)
         self._put(slots)
         mapping = self.slab.mapping
-        for slot in slots if mapping is not None else ():
+        if mapping is None:
+            return
+        for slot in slots:
             if self._directory.state_of(slot)[0] is not SlotState.READY and slot not in self._leased:
                 offset = self.slab.offset(slot)
                 mapping[offset : offset + len(MAGIC)] = bytes(len(MAGIC))

@@ -39,13 +39,13 @@ class Mirror:
         """The record of a block, if it is here."""
         return self._records.get(block_hash)
 
-    def touch(self, block_hash: BlockHash) -> int | None:
-        """Make a block the last one of the order; its slot, None if it is not here."""
-        record = self._records.pop(block_hash, None)
-        if record is None:
-            return None
-        self._records[block_hash] = record
-        return record.slot
+    def touch(self, hashes: Sequence[BlockHash]) -> None:
+        """Make a chain's blocks the last ones of the order, its first the very last."""
+        records = self._records
+        for block_hash in reversed(hashes):
+            record = records.pop(block_hash, None)
+            if record is not None:
+                records[block_hash] = record
 
     def add(self, records: Iterable[Record]) -> None:
         """These can be read now."""

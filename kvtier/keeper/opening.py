@@ -40,17 +40,18 @@ class SharedShelves:
         io: IoConfig,
         wake: Callable[[], None],
         linger_s: float,
+        policy: str,
         *,
         limits: ShelfLimits | None = None,
         calls: SystemCalls | None = None,
     ) -> None:
-        """`budgets`: bytes of DRAM and NVMe, 0 for off; the first engine's count. ShelfError: the path cannot be used."""
+        """`budgets`: bytes of DRAM and NVMe, 0 for off; the first engine's count. ShelfError: the path is of no use."""
         self._form = row_format(layout, namespace)
         self._io = io
         self._wake = wake
         self._limits = limits if limits is not None else ShelfLimits(io.in_flight_max)
         self._calls = calls
-        self.seat = Seat(CacheDirectory(path, None), layout, self._form, budgets)
+        self.seat = Seat(CacheDirectory(path, None), layout, self._form, budgets, policy)
         self.link = Link(KeeperClient(self.seat, wake, linger_s))
         self.books: dict[Tier, SharedBooks] = {}
         self._stuck = False
@@ -94,7 +95,7 @@ class SharedShelves:
         engine = ThreadsEngine(self._io.readers, self._io.writers, self._limits.in_flight_max, self._wake, self._calls)
         self.books[tier] = books
 
-        def close_files(deadline_s: float, stuck: int) -> None:
+        def close_files(_: float, stuck: int) -> None:
             self._stuck |= stuck > 0
             books.close()
             del self.books[tier]

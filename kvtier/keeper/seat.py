@@ -39,6 +39,7 @@ class Seat:
     layout: KVLayout
     form: RowFormat
     budgets: tuple[int, int]
+    policy: str
     owner: int = -1
     slabs: dict[int, SharedSlab] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -54,7 +55,16 @@ class Seat:
             descriptors.append(shared.table.descriptor)
         form = self.form
         name = layout_name(self.layout)
-        hello = Hello(PROTOCOL_VERSION, name, form.row_bytes, form.slice_bytes, list(self.budgets), self.owner, epochs)
+        hello = Hello(
+            PROTOCOL_VERSION,
+            name,
+            form.row_bytes,
+            form.slice_bytes,
+            list(self.budgets),
+            self.policy,
+            self.owner,
+            epochs,
+        )
         return hello, descriptors
 
     def take(self, welcome: Welcome, descriptors: Sequence[int]) -> None:

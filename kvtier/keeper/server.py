@@ -19,6 +19,7 @@ from kvtier.block import ALIGNMENT
 from kvtier.cache_directory import CacheDirectory
 from kvtier.directory import PublishOutcome
 from kvtier.errors import KvtierError
+from kvtier.eviction import POLICIES
 from kvtier.keeper.connection import Connection, close_all
 from kvtier.keeper.kept import DRAM, NVME, Handover, KeptLayout, fill
 from kvtier.keeper.ledger import Ledger
@@ -208,7 +209,7 @@ class Server:
         elif isinstance(message, Drop):
             ledger.drop(message.grants)
         elif isinstance(message, Touch):
-            ledger.touch(message.slots, min(message.at, now))
+            ledger.touch(message.hashes, min(message.at, now), message.counts)
         else:
             ledger.release(owner, message.grants)
 
@@ -245,6 +246,8 @@ class Server:
         slices, rest = divmod(hello.row_bytes, hello.slice_bytes)
         if rest or hello.slice_bytes % ALIGNMENT or not 0 < slices <= SLICES_MAX:
             return "impossible geometry"
+        if hello.policy not in POLICIES:
+            return f"eviction {hello.policy} is unknown to the keeper"
         if hello.owner >= 0 and not is_locked(self._owners, hello.owner):
             return "an owner without its lock"
         if self._survivors and hello.owner not in self._survivors:
@@ -265,7 +268,7 @@ class Server:
         try:
             if kept is None:
                 form = RowFormat(bytes(32), hello.row_bytes, hello.slice_bytes)
-                kept = KeptLayout(hello.layout, form, self._cache.folder(hello.layout))
+                kept = KeptLayout(hello.layout, form, self._cache.folder(hello.layout), POLICIES[hello.policy])
                 self._layouts[hello.layout] = kept
             elif (kept.form.row_bytes, kept.form.slice_bytes) != (hello.row_bytes, hello.slice_bytes):
                 raise WireError("another geometry under the same name")

@@ -49,6 +49,10 @@ TOUCH_S = 0.1
 IDLE_S = 1.0
 """A stock that was not used that long shrinks to its floor."""
 STOCK_FLOOR_MAX = 64
+USES_MAX = 65536
+"""Blocks whose uses wait to be told; those of more are forgotten."""
+BUSY_BACKLOG = 16
+"""Uses are not told while so many messages wait already."""
 _OUTCOMES = (PublishOutcome.PUBLISHED, PublishOutcome.DUPLICATE, PublishOutcome.STALE)
 
 
@@ -144,8 +148,9 @@ class SharedBooks:
         self._lease_questions: dict[int, tuple[list[Record], float]] = {}
         self._lease_answers: dict[int, list[Lease | None]] = {}
         self._answers: list[tuple[Record, PublishOutcome | None]] = []
-        self._touched: dict[int, float] = {}
-        self._touched_at = 0.0
+        self._uses: list[tuple[Sequence[BlockHash], float, bool]] = []
+        self._uses_count = 0
+        self._told_uses_at = 0.0
         self.whole = False
         """The mirror has been filled once."""
         self._reserved_at = 0.0
@@ -166,10 +171,11 @@ class SharedBooks:
 
     def touch(self, hashes: Sequence[BlockHash], now: float) -> None:
         """See `Books`: noted here, sent in batches."""
-        for block_hash in hashes:
-            slot = self._mirror.touch(block_hash)
-            if slot is not None:
-                self._touched[slot] = now
+        self._note(hashes, now, counts=True)
+
+    def stamp(self, hashes: Sequence[BlockHash], now: float) -> None:
+        """See `Books`: noted here, sent in batches."""
+        self._note(hashes, now, counts=False)
 
     def reserve(self, count: int, tenant: bytes) -> list[Grant]:
         """See `Books`: from the stock. What it lacks is asked for, and there the next time."""
@@ -194,15 +200,15 @@ class SharedBooks:
         self._link.pump(now)
         self._expire(now)
         self._top_up(now)
-        self._shrink(now)
-        self._send_touches(now)
+        self._shrink()
+        self._tell_uses(now)
         answers, self._answers = self._answers, []
         return answers
 
     def abandon(self, grants: Sequence[Grant]) -> None:
         """See `Books`. A keeper that is away learns of it when it greets."""
         self._out.difference_update(grants)
-        for piece in pieces(grants):
+        for piece in pieces((grant.slot, grant.generation) for grant in grants):
             self._link.send(Abandon(self.tier_index, piece))
 
     def drop(self, records: Sequence[Record]) -> list[Record]:
@@ -257,7 +263,7 @@ class SharedBooks:
         """Give leases back, once nothing uses their rows any more."""
         claims = [Grant(lease.record.slot, lease.record.generation) for lease in leases]
         self._leased.difference_update(claims)
-        for piece in pieces(claims):
+        for piece in pieces((claim.slot, claim.generation) for claim in claims):
             self._link.send(Release(self.tier_index, piece))
 
     def close(self) -> None:
@@ -324,13 +330,13 @@ class SharedBooks:
                 return False
             grants = [Grant(*grant) for grant in message.grants if 0 <= grant[0] < self._slot_count]
             self._stock.setdefault(asked[0], deque()).extend(grants)
-            if not grants:
-                self._wanted.pop(asked[0], None)
+            if not grants and asked[0] in self._wanted:
+                del self._wanted[asked[0]]
             return True
-        grants = self._questions.pop(message.number, None)
-        if grants is None:
+        published = self._questions.pop(message.number, None)
+        if published is None:
             return False
-        for grant, outcome in zip(grants, message.outcomes, strict=False):
+        for grant, outcome in zip(published, message.outcomes, strict=False):
             pending = self._unanswered.pop(grant, None)
             if pending is not None:
                 self._answers.append((pending[0], _OUTCOMES[outcome]))
@@ -376,7 +382,7 @@ class SharedBooks:
             if self._link.send(Reserve(number, self.tier_index, missing, tenant, deadline_ns)):
                 self._asked[number] = (tenant, now + ANSWER_S)
 
-    def _shrink(self, now: float) -> None:
+    def _shrink(self) -> None:
         """Give back what lies idle beyond the floor."""
         if self._reserved_at == 0.0 or time.monotonic() - self._reserved_at < IDLE_S:
             return
@@ -386,17 +392,20 @@ class SharedBooks:
             kept = self._floor if tenant == NO_TENANT else 0
             self.abandon([stock.pop() for _ in range(len(stock) - kept)])
 
-    def _send_touches(self, now: float) -> None:
-        if not self._touched or now - self._touched_at < TOUCH_S or self._link.client.backlog > 16:
+    def _note(self, hashes: Sequence[BlockHash], now: float, counts: bool) -> None:
+        self._mirror.touch(hashes)
+        if self._uses_count + len(hashes) <= USES_MAX:
+            self._uses.append((list(hashes), now, counts))
+            self._uses_count += len(hashes)
+
+    def _tell_uses(self, now: float) -> None:
+        if not self._uses or now - self._told_uses_at < TOUCH_S or self._link.client.backlog > BUSY_BACKLOG:
             return
-        self._touched_at = now
-        by_time: dict[float, list[int]] = {}
-        for slot, at in self._touched.items():
-            by_time.setdefault(at, []).append(slot)
-        self._touched.clear()
-        for at, slots in by_time.items():
-            for piece in pieces(slots):
-                self._link.send(Touch(self.tier_index, at, piece))
+        self._told_uses_at = now
+        uses, self._uses, self._uses_count = self._uses, [], 0
+        for hashes, at, counts in uses:
+            for piece in pieces(hashes):
+                self._link.send(Touch(self.tier_index, at, counts, piece))
 
     def _stock_count(self) -> int:
         return sum(map(len, self._stock.values()))

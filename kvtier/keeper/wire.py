@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Union
+from typing import Annotated, TypeVar, Union, cast
 
 import msgspec
 from msgspec import Meta, Struct
@@ -24,6 +24,8 @@ ROWS_MAX = 4096
 SLOTS_MAX = 1 << 32
 OWNERS_MAX = 64
 
+Item = TypeVar("Item")
+
 Slot = Annotated[int, Meta(ge=0, lt=SLOTS_MAX)]
 Generation = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Tenant = Annotated[bytes, Meta(min_length=TENANT_BYTES, max_length=TENANT_BYTES)]
@@ -34,8 +36,9 @@ Deadline = Annotated[int, Meta(ge=0, lt=1 << 62)]
 """CLOCK_MONOTONIC in nanoseconds; what comes later is dropped."""
 TierIndex = Annotated[int, Meta(ge=0, le=1)]
 """0: DRAM, 1: NVMe."""
+Hash = Annotated[bytes, Meta(min_length=32, max_length=32)]
 Row = tuple[
-    Annotated[bytes, Meta(min_length=32, max_length=32)],
+    Hash,
     Slot,
     Generation,
     Annotated[int, Meta(ge=0, lt=1 << 32)],
@@ -61,6 +64,8 @@ class Hello(Struct, tag=1, array_like=True):
     slice_bytes: Annotated[int, Meta(gt=0, le=1 << 40)]
     budgets: Annotated[list[Annotated[int, Meta(ge=0, le=1 << 50)]], Meta(min_length=2, max_length=2)]
     """Bytes of DRAM and NVMe to make the slabs with, if they are not there; 0: not wanted."""
+    policy: Annotated[str, Meta(max_length=32)]
+    """Of eviction; the layout's first engine's counts."""
     owner: Annotated[int, Meta(ge=-1, lt=OWNERS_MAX)] = -1
     """The number whose lock it holds already, or -1."""
     epochs: Annotated[list[tuple[TierIndex, bytes, Slot]], Meta(max_length=2)] = []
@@ -110,11 +115,13 @@ class Drop(Struct, tag=6, array_like=True):
 
 
 class Touch(Struct, tag=7, array_like=True):
-    """Rows were used at `at`, CLOCK_MONOTONIC in seconds."""
+    """Blocks of a chain were last used at `at`, CLOCK_MONOTONIC in seconds."""
 
     tier: TierIndex
     at: float
-    slots: Annotated[list[Slot], Meta(max_length=ROWS_MAX)]
+    counts: bool
+    """It was one more use of them."""
+    hashes: Annotated[list[Hash], Meta(max_length=ROWS_MAX)]
 
 
 class Acquire(Struct, tag=8, array_like=True):
@@ -265,7 +272,7 @@ class Frames:
 
 def to_row(record: Record) -> Row:
     """A record as it travels."""
-    return tuple(record)
+    return cast(Row, tuple(record))
 
 
 def to_record(row: Row) -> Record:
@@ -273,9 +280,9 @@ def to_record(row: Row) -> Record:
     return Record(*row)
 
 
-def pieces(items: Iterable[object], count: int = ROWS_MAX) -> Iterator[list[object]]:
+def pieces(items: Iterable[Item], count: int = ROWS_MAX) -> Iterator[list[Item]]:
     """`items` in lists of at most `count`."""
-    piece: list[object] = []
+    piece: list[Item] = []
     for item in items:
         piece.append(item)
         if len(piece) == count:
