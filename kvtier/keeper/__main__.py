@@ -5,6 +5,7 @@ Takes the locked descriptor over, closes every other one, leaves the engine's se
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import resource
@@ -28,6 +29,7 @@ def main(path: str, lock: str, linger_s: str) -> int:
     if os.fork():
         os._exit(0)
     os.umask(0o077)
+    gc.disable()  # the books have no cycles, and a collection would walk every record
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(process)d %(levelname)s %(message)s")
     log = logging.getLogger("kvtier.keeper")
     try:

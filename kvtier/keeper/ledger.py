@@ -12,11 +12,12 @@ from kvtier.block import BlockHash
 from kvtier.directory import ChangeLog, Directory, PublishOutcome, SlotState
 from kvtier.eviction import PolicyMaker
 from kvtier.keeper.slot_table import NOBODY, SlotEntry, SlotTable
-from kvtier.keeper.wire import ROWS_MAX, Gone, Here, Row, pieces, to_record, to_row
-from kvtier.record import Grant, Lease, Record
+from kvtier.keeper.wire import Gone, Here, as_rows, pieces
+from kvtier.record import NO_TENANT, Grant, Lease, Record
 from kvtier.tiers.header import MAGIC, SUM_BYTES
 from kvtier.tiers.slab import Slab
 
+_NO_MAGIC = bytes(len(MAGIC))
 Claims = Iterable[tuple[int, int]]
 """(slot, generation) pairs."""
 
@@ -42,12 +43,13 @@ class Ledger:
         self._sums_bytes = slice_count * SUM_BYTES
         self._journal = journal
         self._directory = Directory(slab.slot_count, policy, self, generation_floor)
-        self._writer = NOBODY
+        self._writer, self._tenant = NOBODY, NO_TENANT
         self._grants: dict[int, dict[int, int]] = {}
         self._leases: dict[int, dict[int, int]] = {}
         self._leased: dict[int, tuple[int, Record | None]] = {}
         """slot -> (bits of owners, record); None: a row that was dropped before this keeper came."""
-        self._writers: dict[int, int] = {}
+        self._writers: dict[int, tuple[int, bytes]] = {}
+        """slot -> (owner, tenant) of every reservation."""
         self._changes: list[Gone | Here] = []
 
     def __len__(self) -> int:
@@ -71,7 +73,7 @@ class Ledger:
             writing = entry.state is SlotState.WRITING and entry.writer != NOBODY
             if writing:
                 self._grants.setdefault(entry.writer, {})[slot] = entry.generation
-                self._writers[slot] = entry.writer
+                self._writers[slot] = entry.writer, entry.tenant
             if entry.leases:
                 leased.append((slot, entry.generation, entry.leases))
             if writing or (entry.leases and slot not in ready):
@@ -92,36 +94,36 @@ class Ledger:
         """Slots for an owner to write into, as many as there are."""
         if self.frozen:
             return []
-        self._writer = owner
+        self._writer, self._tenant = owner, tenant
         grants = self._directory.reserve(count, tenant)
         self._grants.setdefault(owner, {}).update(grants)
         return grants
 
-    def publish(self, owner: int, rows: Sequence[Row], lease: bool, now: float) -> list[PublishOutcome]:
+    def publish(self, owner: int, rows: Sequence[Record], lease: bool, now: float) -> list[PublishOutcome]:
         """Bind an owner's reservations to hashes; asked again for what it has published, the answer is the same."""
         outcomes = [PublishOutcome.STALE] * len(rows)
-        fitting: list[tuple[int, Record]] = []
-        granted = self._grants.setdefault(owner, {})
+        places: list[int] = []
+        fitting: list[Record] = []
+        granted, writers = self._grants.setdefault(owner, {}), self._writers
         for place, row in enumerate(rows):
-            record = to_record(row)
-            if not 0 <= record.slot < self.slab.slot_count or len(record.sums) != self._sums_bytes:
-                continue
-            if granted.get(record.slot) == record.generation:
-                tenant = self._directory.state_of(record.slot)[2]
-                fitting.append((place, record._replace(tenant=tenant)))
-            elif self._is_here(record):
+            slot = row.slot
+            if granted.get(slot) == row.generation and len(row.sums) == self._sums_bytes:
+                tenant = writers[slot][1]
+                fitting.append(row if row.tenant == tenant else row._replace(tenant=tenant))
+                places.append(place)
+            elif self._is_here(row):
                 outcomes[place] = PublishOutcome.PUBLISHED
         freed: list[int] = []
-        answers = self._directory.publish([record for _, record in fitting], now)
-        for (place, record), (outcome, _) in zip(fitting, answers, strict=True):
+        answers = self._directory.publish(fitting, now)
+        for place, record, (outcome, _) in zip(places, fitting, answers, strict=True):
             outcomes[place] = outcome
-            if granted.pop(record.slot, None) is not None:
-                self._writers.pop(record.slot, None)
+            granted.pop(record.slot, None)
             if outcome is PublishOutcome.DUPLICATE:
+                del self._writers[record.slot]
                 freed.append(record.slot)
         self._sync(freed)
         if lease:
-            self.acquire(owner, [(record.slot, record.generation) for _, record in fitting])
+            self.acquire(owner, [(record.slot, record.generation) for record in fitting])
         return outcomes
 
     def abandon(self, owner: int, claims: Claims) -> None:
@@ -202,25 +204,31 @@ class Ledger:
 
     def reserved(self, grants: Sequence[Grant]) -> None:
         """See `ChangeLog`."""
-        for slot, _ in grants:
-            self._writers[slot] = self._writer
-        self._gone([grant.slot for grant in grants])
+        writer, tenant, writers, put = self._writer, self._tenant, self._writers, self.table.put
+        claim = writer, tenant
+        for slot, generation in grants:
+            writers[slot] = claim
+            put(slot, generation, 0, SlotState.WRITING, writer, tenant)
+        self._tell_gone([grant.slot for grant in grants])
         if self._journal is not None:
             self._journal.reserved(grants)
 
     def published(self, records: Sequence[Record]) -> None:
         """See `ChangeLog`."""
+        writers, put = self._writers, self.table.put
         for record in records:
-            self._writers.pop(record.slot, None)
-        self._sync(record.slot for record in records)
-        for piece in pieces(records, ROWS_MAX):
-            self._changes.append(Here(self.tier_index, [to_row(record) for record in piece]))
+            del writers[record.slot]
+            put(record.slot, record.generation, 0, SlotState.READY, NOBODY, record.tenant)
+        for piece in pieces(records):
+            self._changes.append(Here(self.tier_index, as_rows(piece)))
         if self._journal is not None:
             self._journal.published(records)
 
     def dropped(self, records: Sequence[Record]) -> None:
         """See `ChangeLog`."""
-        self._gone([record.slot for record in records])
+        slots = [record.slot for record in records]
+        self._put(slots)
+        self._tell_gone(slots)
         if self._journal is not None:
             self._journal.dropped(records)
 
@@ -233,11 +241,12 @@ class Ledger:
             assert entry.leases == self._leased.get(slot, (0, None))[0], slot
             assert (entry.writer != NOBODY) == (slot in self._writers), slot
         for owner, grants in self._grants.items():
-            assert all(self._writers[slot] == owner for slot in grants)
+            assert all(self._writers[slot][0] == owner for slot in grants)
 
-    def _gone(self, slots: Sequence[int]) -> None:
-        self._sync(slots)
-        for piece in pieces(slots, ROWS_MAX):
+    def _tell_gone(self, slots: Sequence[int]) -> None:
+        """Nobody may take these for rows any more: neither mirrors nor, from its headers, a keeper to come."""
+        self._zero(slots)
+        for piece in pieces(slots):
             self._changes.append(Gone(self.tier_index, piece))
 
     def _record(self, slot: int, generation: int) -> Record | None:
@@ -252,17 +261,20 @@ class Ledger:
         """Bring the table, and for DRAM the header, to what the directory says; for slots that nobody writes to."""
         slots = list(slots)
         self._put(slots)
-        mapping = self.slab.mapping
+        self._zero([slot for slot in slots if self._directory.state_of(slot)[0] is not SlotState.READY])
+
+    def _zero(self, slots: Sequence[int]) -> None:
+        mapping, base, slot_bytes, leased = self.slab.mapping, self.slab.base_bytes, self.slab.slot_bytes, self._leased
         if mapping is None:
             return
         for slot in slots:
-            if self._directory.state_of(slot)[0] is not SlotState.READY and slot not in self._leased:
-                offset = self.slab.offset(slot)
-                mapping[offset : offset + len(MAGIC)] = bytes(len(MAGIC))
+            if slot not in leased:
+                offset = base + slot * slot_bytes
+                mapping[offset : offset + len(MAGIC)] = _NO_MAGIC
 
     def _put(self, slots: Iterable[int]) -> None:
         for slot in slots:
             state, generation, tenant = self._directory.state_of(slot)
             bits = self._leased.get(slot, (0, None))[0]
-            writer = self._writers.get(slot, NOBODY) if state is SlotState.WRITING else NOBODY
-            self.table.put(slot, SlotEntry(generation, bits, state, writer, tenant))
+            writer = self._writers[slot][0] if slot in self._writers else NOBODY
+            self.table.put(slot, generation, bits, state, writer, tenant)

@@ -49,14 +49,18 @@ class Mirror:
 
     def add(self, records: Iterable[Record]) -> None:
         """These can be read now."""
+        at, by_hash, slot_count = self._at, self._records, self._slot_count
         for record in records:
-            if 0 <= record.slot < self._slot_count:
-                self.remove([record.slot])
-                before = self._records.get(record.block_hash)
-                if before is not None:
-                    self._at.pop(before.slot, None)
-                self._at[record.slot] = record
-                self._records[record.block_hash] = record
+            slot = record.slot
+            if slot >= slot_count:
+                continue
+            if slot in at:
+                del by_hash[at[slot].block_hash]
+            before = by_hash.get(record.block_hash)
+            if before is not None:
+                del at[before.slot]
+            at[slot] = record
+            by_hash[record.block_hash] = record
 
     def remove(self, slots: Iterable[int]) -> None:
         """What these held is gone."""

@@ -48,8 +48,9 @@ from kvtier.keeper.wire import (
     Touch,
     Welcome,
     WireError,
+    as_claims,
+    as_rows,
     frame,
-    to_row,
 )
 from kvtier.record import Record
 from kvtier.tiers.header import SLICES_MAX, RowFormat
@@ -67,6 +68,8 @@ GREETINGS_MAX = 128
 _OUTCOMES = {PublishOutcome.PUBLISHED: 0, PublishOutcome.DUPLICATE: 1, PublishOutcome.STALE: 2}
 _CREDENTIALS = struct.Struct("iII")
 RECOVERING = "recovering: engines of the keeper before this one have not come yet"
+FIRST_S = 5.0
+"""How much longer than the linger the keeper waits for its first engine."""
 CLOSE_S = 10.0
 """What the journal gets to end."""
 
@@ -85,7 +88,7 @@ class Server:
         self._connections: dict[int, Connection] = {}
         self._selector = selectors.DefaultSelector()
         self._numbers_told: dict[tuple[str, int], tuple[int, int]] = {}
-        self._lonely_since = time.monotonic()
+        self._lonely_since = time.monotonic() + FIRST_S
         self._leaving = ""
         self._socket = self._listen()
         self._selector.register(self._socket, selectors.EVENT_READ)
@@ -167,7 +170,7 @@ class Server:
     def _handle(self, connection: Connection, message: ToKeeper | ToEngine, descriptors: list[int]) -> None:
         """One message of an engine. Takes those descriptors that it uses out of the list."""
         if isinstance(message, Stop):
-            self._linger_s = 0.0
+            self._linger_s, self._lonely_since = 0.0, min(self._lonely_since, time.monotonic())
             connection.closing = True
         elif isinstance(message, Hello):
             if connection.owner is not None:
@@ -197,10 +200,11 @@ class Server:
             return
         if isinstance(message, Reserve):
             grants = ledger.reserve(owner, message.count, message.tenant)
-            connection.send(Granted(message.number, [(grant.slot, grant.generation) for grant in grants]))
+            connection.send(Granted(message.number, as_claims(grants)))
         elif isinstance(message, Publish):
-            outcomes = ledger.publish(owner, message.rows, message.lease, now)
             self._tell()
+            outcomes = ledger.publish(owner, message.rows, message.lease, now)
+            self._tell(but=connection)  # it knows what it has published when it hears of it
             connection.send(Published(message.number, [_OUTCOMES[outcome] for outcome in outcomes]))
         elif isinstance(message, Acquire):
             connection.send(Acquired(message.number, ledger.acquire(owner, message.grants)))
@@ -352,8 +356,8 @@ class Server:
             nvme = kept.ledgers.get(NVME)
             if nvme is not None and nvme.frozen:
                 nvme.frozen = any(kept.has_io(owner) for owner in range(OWNERS_MAX) if owner not in present)
-        joined = any(connection.joined for connection in self._connections.values())
-        if joined or any(is_locked(self._owners, owner) for owner in range(OWNERS_MAX)):
+        greeted = any(connection.owner is not None for connection in self._connections.values())
+        if greeted or any(is_locked(self._owners, owner) for owner in range(OWNERS_MAX)):
             self._lonely_since = now
         elif now - self._lonely_since >= self._linger_s:
             self._leaving = f"nobody was here for {self._linger_s:g} s"
@@ -387,6 +391,6 @@ class Server:
 def _snapshot(tier: int, records: Sequence[Record]) -> Iterator[bytes]:
     """All rows in pieces, each made when it is sent."""
     for start in range(0, len(records), SNAPSHOT_ROWS):
-        rows = [to_row(record) for record in records[start : start + SNAPSHOT_ROWS]]
-        yield frame(Snapshot(tier, rows, last=False))
+        rows = records[start : start + SNAPSHOT_ROWS]
+        yield frame(Snapshot(tier, as_rows(rows), last=False))
     yield frame(Snapshot(tier, [], last=True))

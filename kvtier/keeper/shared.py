@@ -8,8 +8,7 @@ All on the engine thread. Owned by the shelves of one layout, by way of their `L
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from kvtier.block import BlockHash
 from kvtier.directory import PublishOutcome
@@ -36,9 +35,9 @@ from kvtier.keeper.wire import (
     ToEngine,
     ToKeeper,
     Touch,
+    as_claims,
+    as_rows,
     pieces,
-    to_record,
-    to_row,
 )
 from kvtier.record import NO_TENANT, Grant, Lease, Record
 
@@ -137,13 +136,13 @@ class SharedBooks:
         self._floor = max(1, min(STOCK_FLOOR_MAX, slot_count // 32))
         self._mirror = Mirror(slot_count)
         self._coming: Mirror | None = None
-        self._stock: dict[bytes, deque[Grant]] = {NO_TENANT: deque()}
+        self._stock: dict[bytes, list[Grant]] = {NO_TENANT: []}
         self._wanted: dict[bytes, int] = {}
         self._asked: dict[int, tuple[bytes, float]] = {}
-        self._out: set[Grant] = set()
-        """Granted and being written."""
-        self._unanswered: dict[Grant, tuple[Record, float]] = {}
-        self._questions: dict[int, list[Grant]] = {}
+        self._out: dict[int, Grant] = {}
+        """By slot: granted and being written, or published and not answered for."""
+        self._questions: dict[int, tuple[list[Record], float]] = {}
+        """Published and not answered for, by the number of the question; each ends at its deadline."""
         self._leased: set[Grant] = set()
         self._lease_questions: dict[int, tuple[list[Record], float]] = {}
         self._lease_answers: dict[int, list[Lease | None]] = {}
@@ -179,9 +178,12 @@ class SharedBooks:
 
     def reserve(self, count: int, tenant: bytes) -> list[Grant]:
         """See `Books`: from the stock. What it lacks is asked for, and there the next time."""
-        stock = self._stock.setdefault(tenant, deque())
-        grants = [stock.popleft() for _ in range(min(count, len(stock)))]
-        self._out.update(grants)
+        stock = self._stock.setdefault(tenant, [])
+        grants = stock[:count]
+        del stock[:count]
+        out = self._out
+        for grant in grants:
+            out[grant[0]] = grant
         self._reserved_at = time.monotonic()
         self._wanted[tenant] = max(self._wanted.get(tenant, 0), min(count, self._batch_max))
         self._top_up(self._reserved_at)
@@ -189,11 +191,8 @@ class SharedBooks:
 
     def publish(self, records: Sequence[Record], now: float) -> None:
         """See `Books`."""
-        for record in records:
-            grant = Grant(record.slot, record.generation)
-            self._out.discard(grant)
-            self._unanswered[grant] = (record, now + ANSWER_S)
-        self._ask_to_publish([Grant(record.slot, record.generation) for record in records])
+        for piece in pieces(records):
+            self._ask_to_publish(piece, now + ANSWER_S)
 
     def answers(self, now: float) -> list[tuple[Record, PublishOutcome | None]]:
         """See `Books`. Also what the books do by themselves: listen, top up, give back, tell of uses."""
@@ -207,9 +206,10 @@ class SharedBooks:
 
     def abandon(self, grants: Sequence[Grant]) -> None:
         """See `Books`. A keeper that is away learns of it when it greets."""
-        self._out.difference_update(grants)
-        for piece in pieces((grant.slot, grant.generation) for grant in grants):
-            self._link.send(Abandon(self.tier_index, piece))
+        for grant in grants:
+            self._out.pop(grant.slot, None)
+        for piece in pieces(grants):
+            self._link.send(Abandon(self.tier_index, as_claims(piece)))
 
     def drop(self, records: Sequence[Record]) -> list[Record]:
         """See `Books`."""
@@ -217,7 +217,7 @@ class SharedBooks:
         self._mirror.remove(record.slot for record in mine)
         there = [record for record in mine if self._table.is_ready(record.slot, record.generation)]
         for piece in pieces((record.slot, record.generation) for record in there):
-            self._link.send(Drop(self.tier_index, piece))
+            self._link.send(Drop(self.tier_index, as_claims(piece)))
         return there
 
     def acquire(self, records: Sequence[Record]) -> list[Lease | None]:
@@ -246,7 +246,7 @@ class SharedBooks:
         number = self._link.number()
         self._lease_questions[number] = (list(records), now + ANSWER_S)
         deadline_ns = time.monotonic_ns() + int(ANSWER_S * 1e9)
-        claims = [(record.slot, record.generation) for record in records]
+        claims = as_claims((record.slot, record.generation) for record in records)
         self._link.send(Acquire(number, self.tier_index, claims, deadline_ns))
         return number
 
@@ -263,13 +263,13 @@ class SharedBooks:
         """Give leases back, once nothing uses their rows any more."""
         claims = [Grant(lease.record.slot, lease.record.generation) for lease in leases]
         self._leased.difference_update(claims)
-        for piece in pieces((claim.slot, claim.generation) for claim in claims):
-            self._link.send(Release(self.tier_index, piece))
+        for piece in pieces(claims):
+            self._link.send(Release(self.tier_index, as_claims(piece)))
 
     def close(self) -> None:
         """Give everything back."""
         self.abandon([grant for stock in self._stock.values() for grant in stock])
-        self.abandon(list(self._out))
+        self.abandon(list(self._out.values()))
         self._stock.clear()
 
     @property
@@ -281,7 +281,7 @@ class SharedBooks:
 
     def held(self) -> list[Grant]:
         """Every grant that this engine has."""
-        return [*self._out, *self._unanswered, *(grant for stock in self._stock.values() for grant in stock)]
+        return [*self._out.values(), *(grant for stock in self._stock.values() for grant in stock)]
 
     def held_leases(self) -> list[Grant]:
         """Every lease that this engine has."""
@@ -290,22 +290,23 @@ class SharedBooks:
     def joined(self, now: float) -> None:
         """There is a keeper: ask again what was not answered."""
         self._coming = Mirror(self._slot_count)
-        self._ask_to_publish(list(self._unanswered))
+        unanswered, self._questions = self._questions, {}
+        for records, deadline in unanswered.values():
+            self._ask_to_publish(records, deadline)
         self._wanted.setdefault(NO_TENANT, self._floor)
         self._top_up(now)
 
     def lost(self) -> None:
         """There is none: what was asked is not answered any more."""
         self._asked.clear()
-        self._questions.clear()
 
     def end(self) -> None:
         """The shelf is gone with its directory."""
         self.lost()
         self._mirror = Mirror(self._slot_count)
         self._stock.clear()
-        self._answers += [(record, None) for record, _ in self._unanswered.values()]
-        self._unanswered.clear()
+        self._answers += [(record, None) for records, _ in self._questions.values() for record in records]
+        self._questions.clear()
 
     def told(self, message: Gone | Here | Snapshot | Numbers) -> None:
         """An event of the keeper's."""
@@ -316,7 +317,7 @@ class SharedBooks:
         if isinstance(message, Gone):
             mirror.remove(message.slots)
             return
-        mirror.add(map(to_record, message.rows))
+        mirror.add(message.rows)
         if isinstance(message, Snapshot) and message.last:
             self._mirror, self._coming, self.whole = mirror, None, True
 
@@ -328,18 +329,20 @@ class SharedBooks:
             asked = self._asked.pop(message.number, None)
             if asked is None:
                 return False
-            grants = [Grant(*grant) for grant in message.grants if 0 <= grant[0] < self._slot_count]
-            self._stock.setdefault(asked[0], deque()).extend(grants)
-            if not grants and asked[0] in self._wanted:
+            self._stock.setdefault(asked[0], []).extend(message.grants)
+            if not message.grants and asked[0] in self._wanted:
                 del self._wanted[asked[0]]
             return True
-        published = self._questions.pop(message.number, None)
-        if published is None:
+        question = self._questions.pop(message.number, None)
+        if question is None:
             return False
-        for grant, outcome in zip(published, message.outcomes, strict=False):
-            pending = self._unanswered.pop(grant, None)
-            if pending is not None:
-                self._answers.append((pending[0], _OUTCOMES[outcome]))
+        records, _ = question
+        outcomes = [_OUTCOMES[outcome] for outcome in message.outcomes]
+        here = [r for r, outcome in zip(records, outcomes, strict=False) if outcome is PublishOutcome.PUBLISHED]
+        (self._mirror if self._coming is None else self._coming).add(here)
+        for record in records:
+            self._out.pop(record.slot, None)
+        self._answers += zip(records, outcomes, strict=False)
         return True
 
     def _take_leases(self, message: Acquired) -> bool:
@@ -353,21 +356,18 @@ class SharedBooks:
 
     # ---- by itself -------------------------------------------------------------------------------------------------
 
-    def _ask_to_publish(self, grants: Iterable[Grant]) -> None:
+    def _ask_to_publish(self, records: list[Record], deadline: float) -> None:
+        number = self._link.number()
+        self._questions[number] = (records, deadline)
         deadline_ns = time.monotonic_ns() + int(ANSWER_S * 1e9)
-        for piece in pieces(grants, ROWS_MAX):
-            number = self._link.number()
-            rows = [to_row(self._unanswered[grant][0]) for grant in piece]
-            if self._link.send(Publish(number, self.tier_index, rows, deadline_ns)):
-                self._questions[number] = piece
+        self._link.send(Publish(number, self.tier_index, as_rows(records), deadline_ns))
 
     def _expire(self, now: float) -> None:
         """End what nobody has answered; the row is given back, which is void if it was published after all."""
-        late = [grant for grant, (_, deadline) in self._unanswered.items() if deadline <= now]
-        for grant in late:
-            self._answers.append((self._unanswered.pop(grant)[0], None))
-        if late:
-            self.abandon(late)
+        for number in [number for number, (_, deadline) in self._questions.items() if deadline <= now]:
+            records, _ = self._questions.pop(number)
+            self._answers += [(record, None) for record in records]
+            self.abandon([Grant(record.slot, record.generation) for record in records])
         for number in [number for number, (_, deadline) in self._asked.items() if deadline <= now]:
             del self._asked[number]
 

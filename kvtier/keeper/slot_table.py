@@ -19,6 +19,7 @@ from kvtier.keeper.wire import OWNERS_MAX
 
 NOBODY = 255
 _ENTRY = struct.Struct("<QQBB6x16s")
+ENTRY_BYTES = _ENTRY.size
 _STAMP = struct.Struct("<QQB")
 
 
@@ -42,9 +43,9 @@ class SlotTable:
         self.descriptor = descriptor
         self.slot_count = slot_count
         try:
-            check_sealed(descriptor, slot_count * _ENTRY.size)
+            check_sealed(descriptor, slot_count * ENTRY_BYTES)
             protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-            self._map = mmap.mmap(descriptor, slot_count * _ENTRY.size, mmap.MAP_SHARED, protection)
+            self._map = mmap.mmap(descriptor, slot_count * ENTRY_BYTES, mmap.MAP_SHARED, protection)
         except BaseException:
             os.close(descriptor)
             raise
@@ -52,17 +53,11 @@ class SlotTable:
     @classmethod
     def make(cls, slot_count: int) -> SlotTable:
         """A fresh one: every slot is free."""
-        return cls(make_sealed("kvtier-slots", slot_count * _ENTRY.size), slot_count, writable=True)
+        return cls(make_sealed("kvtier-slots", slot_count * ENTRY_BYTES), slot_count, writable=True)
 
-    @property
-    def entry_bytes(self) -> int:
-        """Bytes of a slot's entry."""
-        return _ENTRY.size
-
-    def put(self, slot: int, entry: SlotEntry) -> None:
-        """Keeper: set a slot's entry."""
-        generation, leases, state, writer, tenant = entry
-        _ENTRY.pack_into(self._map, slot * _ENTRY.size, generation, leases, state, writer, tenant)
+    def put(self, slot: int, generation: int, leases: int, state: int, writer: int, tenant: bytes) -> None:
+        """Keeper: set a slot's entry; see `SlotEntry`."""
+        _ENTRY.pack_into(self._map, slot * ENTRY_BYTES, generation, leases, state, writer, tenant)
 
     def entries(self) -> Iterator[SlotEntry]:
         """All entries in order. ShelfError at one that cannot be."""
@@ -75,7 +70,7 @@ class SlotTable:
         """Whether the row of this generation is in its slot. Once False it stays so."""
         if not 0 <= slot < self.slot_count:
             return False
-        found, _, state = _STAMP.unpack_from(self._map, slot * _ENTRY.size)
+        found, _, state = _STAMP.unpack_from(self._map, slot * ENTRY_BYTES)
         return bool(found == generation and state == SlotState.READY)
 
 

@@ -7,14 +7,14 @@ costs its sender the connection, nothing more. Knows no socket. Used by server a
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, TypeVar, Union, cast
 
 import msgspec
 from msgspec import Meta, Struct
 
 from kvtier.errors import KvtierError
-from kvtier.record import TENANT_BYTES, Record
+from kvtier.record import TENANT_BYTES, Grant, Record
 from kvtier.tiers.header import SLICES_MAX, SUM_BYTES
 
 PROTOCOL_VERSION = 1
@@ -29,7 +29,17 @@ Item = TypeVar("Item")
 Slot = Annotated[int, Meta(ge=0, lt=SLOTS_MAX)]
 Generation = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Tenant = Annotated[bytes, Meta(min_length=TENANT_BYTES, max_length=TENANT_BYTES)]
-Grants = Annotated[list[tuple[Slot, Generation]], Meta(max_length=ROWS_MAX)]
+
+
+class Claim(Grant):
+    """A slot and its generation as they travel."""
+
+    __slots__ = ()
+    slot: Slot
+    generation: Generation
+
+
+Grants = Annotated[list[Claim], Meta(max_length=ROWS_MAX)]
 Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
 """Of a question: its answer carries the same."""
 Deadline = Annotated[int, Meta(ge=0, lt=1 << 62)]
@@ -37,17 +47,22 @@ Deadline = Annotated[int, Meta(ge=0, lt=1 << 62)]
 TierIndex = Annotated[int, Meta(ge=0, le=1)]
 """0: DRAM, 1: NVMe."""
 Hash = Annotated[bytes, Meta(min_length=32, max_length=32)]
-Row = tuple[
-    Hash,
-    Slot,
-    Generation,
-    Annotated[int, Meta(ge=0, lt=1 << 32)],
-    Annotated[bytes, Meta(min_length=SUM_BYTES, max_length=SUM_BYTES * SLICES_MAX)],
-    Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)],
-    Annotated[int, Meta(ge=0, lt=1 << 62)],
-    Tenant,
-]
-"""The fields of a `Record`."""
+
+
+class Row(Record):
+    """A record as it travels: its fields, bounded."""
+
+    __slots__ = ()
+    block_hash: Hash
+    slot: Slot
+    generation: Generation
+    depth: Annotated[int, Meta(ge=0, lt=1 << 32)]
+    sums: Annotated[bytes, Meta(min_length=SUM_BYTES, max_length=SUM_BYTES * SLICES_MAX)]
+    priority: Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)]
+    expiry_s: Annotated[int, Meta(ge=0, lt=1 << 62)]
+    tenant: Tenant
+
+
 Rows = Annotated[list[Row], Meta(max_length=ROWS_MAX)]
 
 
@@ -270,14 +285,14 @@ class Frames:
             del self._buffer[:start]
 
 
-def to_row(record: Record) -> Row:
-    """A record as it travels."""
-    return cast(Row, tuple(record))
+def as_rows(records: Sequence[Record]) -> list[Row]:
+    """Records to send: they travel as they are."""
+    return cast("list[Row]", records if isinstance(records, list) else list(records))
 
 
-def to_record(row: Row) -> Record:
-    """A record that has travelled."""
-    return Record(*row)
+def as_claims(claims: Iterable[tuple[int, int]]) -> list[Claim]:
+    """Pairs of slot and generation to send."""
+    return cast("list[Claim]", list(claims))
 
 
 def pieces(items: Iterable[Item], count: int = ROWS_MAX) -> Iterator[list[Item]]:

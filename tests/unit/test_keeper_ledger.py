@@ -14,7 +14,7 @@ from kvtier.eviction import LeastRecentlyUsed
 from kvtier.keeper.ledger import Ledger
 from kvtier.keeper.mirror import Mirror
 from kvtier.keeper.slot_table import NOBODY, SlotTable
-from kvtier.keeper.wire import Gone, to_record, to_row
+from kvtier.keeper.wire import Gone
 from kvtier.record import NO_TENANT, Grant, Record
 from kvtier.tiers.header import MAGIC
 from kvtier.tiers.slab import Slab, make_dram_slab
@@ -45,7 +45,7 @@ def record(grant: Grant, number: int) -> Record:
 def put(ledger: Ledger, owner: int, numbers: range) -> list[Record]:
     grants = ledger.reserve(owner, len(numbers), NO_TENANT)
     records = [record(grant, number) for grant, number in zip(grants, numbers, strict=True)]
-    outcomes = ledger.publish(owner, [to_row(one) for one in records], False, 0.0)
+    outcomes = ledger.publish(owner, records, False, 0.0)
     assert outcomes == [PublishOutcome.PUBLISHED] * len(numbers)
     return records
 
@@ -53,7 +53,7 @@ def put(ledger: Ledger, owner: int, numbers: range) -> list[Record]:
 def test_a_reservation_belongs_to_its_owner_alone(slab: Slab) -> None:
     ledger = fresh(slab)
     (grant,) = ledger.reserve(3, 1, NO_TENANT)
-    row = to_row(record(grant, 0))
+    row = record(grant, 0)
     assert ledger.publish(4, [row], False, 0.0) == [PublishOutcome.STALE]
     ledger.abandon(4, [grant])
     assert list(ledger.table.entries())[grant.slot][:4] == (grant.generation, 0, SlotState.WRITING, 3)
@@ -68,13 +68,13 @@ def test_nonsense_is_stale_and_changes_nothing(slab: Slab) -> None:
     (grant,) = ledger.reserve(0, 1, NO_TENANT)
     good = record(grant, 0)
     bad = [good._replace(slot=SLOTS), good._replace(generation=99), good._replace(sums=bytes(8))]
-    assert ledger.publish(0, [to_row(one) for one in bad], False, 0.0) == [PublishOutcome.STALE] * 3
+    assert ledger.publish(0, bad, False, 0.0) == [PublishOutcome.STALE] * 3
     ledger.abandon(0, [(SLOTS + 5, 1), (0, 77)])
     ledger.drop([(SLOTS, 1), (grant.slot, grant.generation)])
     ledger.release(0, [(0, 1), (SLOTS, 2)])
     assert ledger.acquire(0, [(SLOTS, 1), (grant.slot, grant.generation)]) == [False, False]
     stolen = good._replace(tenant=bytes(range(16)))
-    assert ledger.publish(0, [to_row(stolen)], False, 0.0) == [PublishOutcome.PUBLISHED]
+    assert ledger.publish(0, [stolen], False, 0.0) == [PublishOutcome.PUBLISHED]
     assert ledger.records() == [good], "the tenant is whoever reserved it"
     ledger.check()
 
@@ -97,7 +97,7 @@ def test_a_lease_has_one_bit_an_owner_and_keeps_the_row(slab: Slab) -> None:
 def test_a_publication_with_a_lease_cannot_be_evicted_in_between(slab: Slab) -> None:
     ledger = fresh(slab)
     (grant,) = ledger.reserve(1, 1, NO_TENANT)
-    ledger.publish(1, [to_row(record(grant, 0))], True, 0.0)
+    ledger.publish(1, [record(grant, 0)], True, 0.0)
     assert len(ledger.reserve(2, SLOTS, NO_TENANT)) == SLOTS - 1
     ledger.check()
 
@@ -108,7 +108,7 @@ def test_who_joins_keeps_what_it_names_and_nothing_else(slab: Slab) -> None:
     others = ledger.reserve(2, 2, NO_TENANT)
     ledger.reconcile(1, [tuple(grants[0]), (9, 999)], [])
     assert ledger.numbers[0] == 3 and ledger.owners() == {1, 2}
-    row = to_row(record(grants[1], 1))
+    row = record(grants[1], 1)
     assert ledger.publish(1, [row], False, 0.0) == [PublishOutcome.STALE]
     ledger.forget(2)
     assert ledger.numbers[0] == 1 and len(others) == 2
@@ -155,7 +155,7 @@ def test_random_operations_keep_books_table_and_mirror_in_step_and_survive_takeo
             grant = granted[owner].pop(chance.randrange(len(granted[owner])))
             number = chance.randrange(len(HASHES))
             known = any(one.block_hash == HASHES[number] for one in ledger.records())
-            (outcome,) = ledger.publish(owner, [to_row(record(grant, number))], False, now)
+            (outcome,) = ledger.publish(owner, [record(grant, number)], False, now)
             assert outcome is (PublishOutcome.DUPLICATE if known else PublishOutcome.PUBLISHED)
             published += not known
         elif action == "abandon" and granted[owner]:
@@ -182,7 +182,7 @@ def test_random_operations_keep_books_table_and_mirror_in_step_and_survive_takeo
             if isinstance(change, Gone):
                 mirror.remove(change.slots)
             else:
-                mirror.add(map(to_record, change.rows))
+                mirror.add(change.rows)
         ledger.check()
         mirror.check()
         assert {one.block_hash: one for one in ledger.records()} == {

@@ -25,8 +25,6 @@ from kvtier.keeper.wire import (
     WireError,
     frame,
     pieces,
-    to_record,
-    to_row,
 )
 from kvtier.record import NO_TENANT, Record
 
@@ -35,7 +33,7 @@ HELLO = Hello(1, "0" * 32, 12288, 4096, [1, 2], "lru")
 MESSAGES = [
     HELLO,
     Reserve(1, 0, 5, NO_TENANT, 10),
-    Publish(2, 1, [to_row(RECORD)], 10, lease=True),
+    Publish(2, 1, [RECORD], 10, lease=True),
     Abandon(0, [(1, 2), (3, 4)]),
     Drop(1, [(5, 6)]),
     Touch(0, 1.5, True, [bytes(32)]),
@@ -48,8 +46,8 @@ def test_messages_come_out_as_they_went_in_however_they_are_cut() -> None:
         frames = Frames(KEEPER_DECODER)
         got = [message for start in range(0, len(data), step) for message in frames.feed(data[start : start + step])]
         assert got == MESSAGES
-    (here,) = Frames(ENGINE_DECODER).feed(frame(Here(1, [to_row(RECORD)])))
-    assert isinstance(here, Here) and to_record(here.rows[0]) == RECORD
+    (here,) = Frames(ENGINE_DECODER).feed(frame(Here(1, [RECORD])))
+    assert isinstance(here, Here) and here.rows[0] == RECORD
 
 
 @pytest.mark.parametrize(
@@ -60,11 +58,11 @@ def test_messages_come_out_as_they_went_in_however_they_are_cut() -> None:
         Reserve(1, 2, 1, NO_TENANT, 10),
         Reserve(1, 0, 1, b"short", 10),
         Reserve(-1, 0, 1, NO_TENANT, 10),
-        Publish(1, 0, [to_row(RECORD._replace(block_hash=bytes(31)))], 10),
-        Publish(1, 0, [to_row(RECORD._replace(slot=-1))], 10),
-        Publish(1, 0, [to_row(RECORD._replace(generation=1 << 63))], 10),
-        Publish(1, 0, [to_row(RECORD._replace(sums=bytes(8 * 4096)))], 10),
-        Publish(1, 0, [to_row(RECORD)] * (ROWS_MAX + 1), 10),
+        Publish(1, 0, [RECORD._replace(block_hash=bytes(31))], 10),
+        Publish(1, 0, [RECORD._replace(slot=-1)], 10),
+        Publish(1, 0, [RECORD._replace(generation=1 << 63)], 10),
+        Publish(1, 0, [RECORD._replace(sums=bytes(8 * 4096))], 10),
+        Publish(1, 0, [RECORD] * (ROWS_MAX + 1), 10),
         Drop(0, [(1, -1)]),
         Touch(0, 1.5, True, [bytes(33)]),
         msgspec.structs.replace(HELLO, layout="../" * 10 + "ab"),
