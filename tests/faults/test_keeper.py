@@ -200,6 +200,25 @@ def test_files_are_private_whatever_the_umask(start: Start, tmp_path: Path) -> N
     assert (tmp_path / "cache" / "keeper.sock").is_socket()
 
 
+def test_nvme_is_warm_after_everybody_was_killed_at_once(start: Start) -> None:
+    published, slowest_s = 0, 0.0
+    for cycle in range(5):
+        workers = [start(16, 400 * 16384) for _ in range(2)]
+        begun = time.monotonic()
+        assert workers[0]("hits", "nvme", 1, 0, published) >= 0.95 * published
+        slowest_s = max(slowest_s, time.monotonic() - begun)
+        assert workers[cycle % 2]("write", "nvme", 1, published, 20, 30) == 20
+        published += 20
+        workers[0].start("write", "nvme", 100 + cycle, 0, 8, 0.3)
+        os.kill(workers[1]("keeper"), signal.SIGKILL)
+        for worker in workers:
+            worker.kill()
+    last = start(16, 400 * 16384)
+    assert last("hits", "nvme", 1, 0, published) >= 0.95 * published == 95
+    assert last("stats", "nvme")["bad_row"] == 0
+    last("check")
+
+
 @pytest.mark.parametrize("cycles", [50])
 def test_kills_of_anybody_cost_no_row_and_hardly_a_hit(start: Start, cycles: int) -> None:
     chance = random.Random(7)
