@@ -19,7 +19,7 @@ from typing import Any
 
 from kvtier.block import Tier
 from kvtier.io.faulty import Call, Effect, Fault, FaultyCalls
-from kvtier.keeper.opening import SharedShelves
+from kvtier.keeper.opening import TIERS, SharedShelves
 from kvtier.keeper.shared import SharedBooks
 from kvtier.record import NO_TENANT, Lease
 from kvtier.shelf import WriteItem
@@ -115,6 +115,15 @@ class Commands:
     def owner(self) -> int:
         """This engine's number."""
         return self._shared.seat.owner
+
+    def slab(self, tier: str) -> int:
+        """The descriptor that I/O goes through."""
+        return self._shared.seat.slabs[TIERS[Tier(tier)]].slab.descriptor
+
+    def settled(self, tier: str, wait_s: float) -> int:
+        """Slots in use by all engines after a while."""
+        self._until(lambda: False, wait_s)
+        return self._users[tier].shelf.used_count
 
     def keeper(self) -> int:
         """Process of the keeper that was greeted last."""

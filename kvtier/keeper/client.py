@@ -35,6 +35,9 @@ GREETING_PAUSE_S = 0.2
 """Between two looks at whether the engine is closing, while the keeper makes up its mind."""
 QUEUE_MAX = 4096
 """Messages that wait to be written; with more the line is cut, and mended as after a keeper's death."""
+INBOX_MAX = 4096
+"""Messages that wait to be taken; with more nothing is read, until the keeper cuts the line."""
+FULL_PAUSE_S = 0.05
 BUFFER_BYTES = 1 << 20
 READ_BYTES = 1 << 20
 
@@ -172,9 +175,8 @@ class KeeperClient:
         """Read and write until the line breaks or is closed."""
         link.setblocking(False)
         frames = Frames(ENGINE_DECODER)
-        unsent = memoryview(b"")
+        unsent, watched = memoryview(b""), 0
         with selectors.DefaultSelector() as selector:
-            selector.register(link, selectors.EVENT_READ)
             selector.register(self._bell, selectors.EVENT_READ)
             while True:
                 closing = self._closing.is_set()
@@ -185,9 +187,15 @@ class KeeperClient:
                 if len(self._outbox) > QUEUE_MAX:
                     log.warning("the keeper does not read what it is told")
                     return
-                events = selectors.EVENT_READ | (selectors.EVENT_WRITE if unsent else 0)
-                selector.modify(link, events)
-                for key, mask in selector.select():
+                full = len(self._inbox) > INBOX_MAX
+                events = (0 if full else selectors.EVENT_READ) | (selectors.EVENT_WRITE if unsent else 0)
+                if events != watched:
+                    if watched:
+                        selector.unregister(link)
+                    if events:
+                        selector.register(link, events)
+                    watched = events
+                for key, mask in selector.select(FULL_PAUSE_S if full else None):
                     if key.fileobj is not link:
                         with contextlib.suppress(BlockingIOError):
                             os.eventfd_read(self._bell)

@@ -56,9 +56,14 @@ class Ledger:
         return len(self._directory)
 
     @property
-    def numbers(self) -> tuple[int, int]:
-        """Used slots and evictions so far."""
-        return self._directory.used_slots, self._directory.evictions
+    def used_slots(self) -> int:
+        """Slots that are not free."""
+        return self._directory.used_slots
+
+    @property
+    def evictions(self) -> int:
+        """Rows evicted so far."""
+        return self._directory.evictions
 
     def owners(self) -> set[int]:
         """Owners with a claim on any slot."""

@@ -6,6 +6,7 @@ while there is no keeper to be had.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -54,6 +55,7 @@ class SharedShelves:
         self.seat = Seat(CacheDirectory(path, None), layout, self._form, budgets, policy)
         self.link = Link(KeeperClient(self.seat, wake, linger_s))
         self.books: dict[Tier, SharedBooks] = {}
+        self._given: set[Tier] = set()
         self._stuck = False
         self._closed = False
         self.wanted = [tier for tier, index in TIERS.items() if budgets[index]]
@@ -79,8 +81,13 @@ class SharedShelves:
         return True
 
     def opened(self, tier: Tier) -> Shelf | None:
-        """The shelf of a tier, once the keeper has said welcome."""
-        return self.shelves.get(tier) if self.try_open() else None
+        """The shelf of a tier, once the keeper has said welcome and the nearer one has been asked for."""
+        if self.try_open():
+            nearer = itertools.takewhile(lambda other: other is not tier, self.shelves)
+            if all(other in self._given for other in nearer):
+                self._given.add(tier)
+                return self.shelves.get(tier)
+        return None
 
     def close(self) -> None:
         """Hang up, unless a shelf is still open; the close of the last one does it too."""

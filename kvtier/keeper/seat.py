@@ -129,4 +129,5 @@ class Seat:
         if not stuck:
             for shared in self.slabs.values():
                 shared.slab.mapping = None
+                shared.table.close()
             self.cache.close()

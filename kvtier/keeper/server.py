@@ -87,7 +87,7 @@ class Server:
         self._dram_total_bytes = 0
         self._connections: dict[int, Connection] = {}
         self._selector = selectors.DefaultSelector()
-        self._numbers_told: dict[tuple[str, int], tuple[int, int]] = {}
+        self._used_told: dict[tuple[str, int], int] = {}
         self._lonely_since = time.monotonic() + FIRST_S
         self._leaving = ""
         self._socket = self._listen()
@@ -199,8 +199,10 @@ class Server:
         if isinstance(message, (Reserve, Publish, Acquire)) and message.deadline_ns < time.monotonic_ns():
             return
         if isinstance(message, Reserve):
+            before = ledger.evictions
             grants = ledger.reserve(owner, message.count, message.tenant)
-            connection.send(Granted(message.number, as_claims(grants)))
+            self._tell()
+            connection.send(Granted(message.number, as_claims(grants), ledger.evictions - before))
         elif isinstance(message, Publish):
             self._tell()
             outcomes = ledger.publish(owner, message.rows, message.lease, now)
@@ -311,7 +313,7 @@ class Server:
         self._tell(but=connection)
         for tier, ledger in self._layouts[connection.layout].ledgers.items():
             connection.send_lazily(_snapshot(tier, ledger.records()))
-            connection.send(Numbers(tier, *ledger.numbers))
+            connection.send(Numbers(tier, ledger.used_slots))
 
     # ---- telling, tending, leaving ---------------------------------------------------------------------------------
 
@@ -320,9 +322,9 @@ class Server:
         for name, kept in self._layouts.items():
             for tier, ledger in kept.ledgers.items():
                 told: list[bytes] = [frame(change) for change in ledger.take_changes()]
-                if self._numbers_told.get((name, tier)) != ledger.numbers:
-                    self._numbers_told[(name, tier)] = ledger.numbers
-                    told.append(frame(Numbers(tier, *ledger.numbers)))
+                if self._used_told.get((name, tier)) != ledger.used_slots:
+                    self._used_told[(name, tier)] = ledger.used_slots
+                    told.append(frame(Numbers(tier, ledger.used_slots)))
                 for connection in self._connections.values() if told else ():
                     if connection.joined and connection.layout == name and connection is not but:
                         for data in told:

@@ -311,7 +311,7 @@ class SharedBooks:
     def told(self, message: Gone | Here | Snapshot | Numbers) -> None:
         """An event of the keeper's."""
         if isinstance(message, Numbers):
-            self.used_slots, self.evictions = message.used_slots, message.evictions
+            self.used_slots = message.used_slots
             return
         mirror = self._mirror if self._coming is None else self._coming
         if isinstance(message, Gone):
@@ -330,6 +330,7 @@ class SharedBooks:
             if asked is None:
                 return False
             self._stock.setdefault(asked[0], []).extend(message.grants)
+            self.evictions += message.evicted_count
             if not message.grants and asked[0] in self._wanted:
                 del self._wanted[asked[0]]
             return True

@@ -73,6 +73,10 @@ class SlotTable:
         found, _, state = _STAMP.unpack_from(self._map, slot * ENTRY_BYTES)
         return bool(found == generation and state == SlotState.READY)
 
+    def close(self) -> None:
+        """Let go of the map; the descriptor is its holder's to close."""
+        self._map.close()
+
 
 def make_sealed(name: str, total_bytes: int) -> int:
     """A memfd of zeros, all of it allocated, whose length is for ever."""

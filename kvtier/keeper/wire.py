@@ -183,6 +183,8 @@ class Granted(Struct, tag=34, array_like=True):
 
     number: Number
     grants: Grants
+    evicted_count: Annotated[int, Meta(ge=0, le=ROWS_MAX)]
+    """Rows that had to go for them."""
 
 
 class Published(Struct, tag=35, array_like=True):
@@ -222,11 +224,10 @@ class Snapshot(Struct, tag=39, array_like=True):
 
 
 class Numbers(Struct, tag=40, array_like=True):
-    """Slots in use and rows evicted so far."""
+    """Slots in use."""
 
     tier: TierIndex
     used_slots: int
-    evictions: int
 
 
 class Farewell(Struct, tag=41, array_like=True):

@@ -107,11 +107,11 @@ def test_who_joins_keeps_what_it_names_and_nothing_else(slab: Slab) -> None:
     grants = ledger.reserve(1, 4, NO_TENANT)
     others = ledger.reserve(2, 2, NO_TENANT)
     ledger.reconcile(1, [tuple(grants[0]), (9, 999)], [])
-    assert ledger.numbers[0] == 3 and ledger.owners() == {1, 2}
+    assert ledger.used_slots == 3 and ledger.owners() == {1, 2}
     row = record(grants[1], 1)
     assert ledger.publish(1, [row], False, 0.0) == [PublishOutcome.STALE]
     ledger.forget(2)
-    assert ledger.numbers[0] == 1 and len(others) == 2
+    assert ledger.used_slots == 1 and len(others) == 2
     ledger.check()
 
 
@@ -191,5 +191,5 @@ def test_random_operations_keep_books_table_and_mirror_in_step_and_survive_takeo
         held = sum(map(len, granted.values()))
         rows = {one[1:3] for one in ledger.records()}
         orphans = set().union(*leased.values()) - rows
-        assert ledger.numbers[0] == held + len(rows) + len(orphans), action
+        assert ledger.used_slots == held + len(rows) + len(orphans), action
     assert published > 20 and taken_over > 3
