@@ -70,6 +70,12 @@ class Caller:
             self._messages += self._frames.feed(data)  # type: ignore[arg-type]
         return self._messages.pop(0)
 
+    def hear_the_end(self) -> bool:
+        """Whether the keeper hangs up."""
+        while self.hear() is not None:
+            pass
+        return True
+
     def join(self) -> int:
         """Greet, lock and join; the number. The lock lives until the cache directory is closed."""
         self.say(HELLO)
@@ -170,6 +176,19 @@ def test_what_comes_after_its_deadline_is_dropped(call: Call) -> None:
     caller.join()
     caller.say(Reserve(4, 0, 60, NO_TENANT, time.monotonic_ns() - 1))
     assert caller.reserve(64, later()) == 64, "the first was not granted"
+
+
+def test_who_comes_back_has_what_it_names_and_the_rest_is_free(call: Call) -> None:
+    first = call()
+    owner = first.join()
+    assert first.reserve(10, later()) == 10
+    again = call()
+    again.say(msgspec.structs.replace(HELLO, owner=owner))
+    welcome = again.hear()
+    assert isinstance(welcome, Welcome) and welcome.owner == owner
+    again.say(Join([], []))
+    assert again.reserve(64, later()) == 64
+    assert first.hear_the_end(), "the line from before is over"
 
 
 def test_ten_thousand_messages_of_nonsense_cost_their_sender_its_line_and_nobody_else(call: Call) -> None:
