@@ -258,7 +258,9 @@ class Shelf:
             intact = self._unsure.pop(flight.ticket, None)
             grant = Grant(flight.record.slot, flight.record.generation)
             outcome = ShelfOutcome.DONE
-            if result.error_number is not None:
+            if result.error_number == errno.ECANCELED:
+                outcome = ShelfOutcome.REFUSED
+            elif result.error_number is not None:
                 no_space = result.error_number in SPACE_ERRORS
                 self._trouble(flight.operation, result.error_number, at_once=no_space)
                 outcome = ShelfOutcome.NO_SPACE if no_space else ShelfOutcome.IO_ERROR
@@ -290,7 +292,9 @@ class Shelf:
         done: list[ShelfDone] = []
         for flight, result in ended:
             outcome = ShelfOutcome.DONE
-            if result.error_number is not None:
+            if result.error_number == errno.ECANCELED:
+                outcome = ShelfOutcome.REFUSED
+            elif result.error_number is not None:
                 self._trouble(flight.operation, result.error_number)
                 outcome = ShelfOutcome.IO_ERROR
             else:
@@ -316,6 +320,7 @@ class Shelf:
         if breaker.openings > openings:
             name = errno.errorcode.get(error_number, str(error_number))
             log.warning("%s shelf: no more %ss for now: %s", self.tier.value, operation.value, name)
+            self._transfers.cancel(operation)
 
     def _notice_late(self) -> None:
         """A transfer that hangs counts as a failure once; the flights are in order of their start."""

@@ -40,7 +40,7 @@ class ShelfOutcome(enum.Enum):
     UNANSWERED = "unanswered"
     """Written, but the keeper of the books has not said by the deadline whether it counts."""
     REFUSED = "refused"
-    """The breaker opened while the read was waiting."""
+    """The breaker opened before the transfer had started."""
 
 
 class WriteItem(NamedTuple):

@@ -86,6 +86,14 @@ class SteppedIo:
         left, self._waiting = len(self._waiting), []
         return left
 
+    def cancel(self, operation: Operation) -> None:
+        """End what has not started: all of this operation, unless it hangs."""
+        if operation in self.hanging:
+            return
+        idle = [r for r in self._waiting if r.operation is operation and r.tag not in self._frozen]
+        self._waiting = [request for request in self._waiting if request not in idle]
+        self._done += [IoResult(request.tag, 0, errno.ECANCELED, None, 0) for request in idle]
+
     def step(self, count: int = 1) -> int:
         """Move up to `count` waiting requests, in any order; returns how many."""
         moved = 0
