@@ -6,6 +6,7 @@ Called once by the engine, before its thread starts; raises ConfigError and Chec
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from kvtier.config import EngineConfig
 from kvtier.demotion import NvmePolicy
 from kvtier.errors import ConfigError, ShelfError
 from kvtier.eviction import POLICIES
+from kvtier.keeper.opening import SharedShelves
 from kvtier.metrics import Metrics
 from kvtier.models.decoder import Decoder, load_decoder
 from kvtier.models.ops import make_ops
@@ -125,6 +127,9 @@ def _add_shelves(
 ) -> None:
     policy = POLICIES[config.eviction]
     dram_bytes = _resolve(config.tiers.dram.bytes, free_memory_bytes())
+    if config.sharing and config.tiers.nvme.path is not None:
+        _add_shared_shelves(store, config, layout, namespace, wake, dram_bytes)
+        return
     if dram_bytes:
         store.add_shelf(open_dram_shelf(layout, namespace, dram_bytes, config.io, wake, policy=policy))
     nvme = config.tiers.nvme
@@ -150,6 +155,34 @@ def _add_shelves(
     if shelf is None:
         store.retry_later(Tier.NVME, opener)
     else:
+        store.add_shelf(shelf)
+
+
+def _add_shared_shelves(
+    store: Store, config: EngineConfig, layout: KVLayout, namespace: bytes, wake: Callable[[], None], dram_bytes: int
+) -> None:
+    """Shelves that a keeper keeps for all engines of the cache directory, now or once there is one."""
+    nvme, path = config.tiers.nvme, config.tiers.nvme.path
+    assert path is not None
+    budgets = (dram_bytes, _resolve(nvme.bytes, free_disk_bytes(path)) if nvme.bytes else 0)
+    try:
+        shared = SharedShelves(
+            layout, namespace, path, budgets, config.io, wake, config.tiers.linger_s, config.eviction
+        )
+    except ShelfError as error:
+        _log.warning("serving without shelves: %s", error)
+        return
+    store.on_close(shared.close)
+    opened = shared.try_open(nvme.wait_s)
+    for note in shared.seat.notes:
+        if note.startswith("DRAM"):
+            raise ConfigError(note)
+        _log.warning("serving without a shelf: %s", note)
+    if not opened:
+        _log.warning("serving without shelves, trying again: %s", shared.refusal)
+        for tier in shared.wanted:
+            store.retry_later(tier, functools.partial(shared.opened, tier))
+    for shelf in shared.shelves.values():
         store.add_shelf(shelf)
 
 

@@ -1,4 +1,4 @@
-"""The cache directory on disk: made private, locked by one engine, with one folder per row layout.
+"""The cache directory on disk: made private, locked by one engine or its keeper, with one folder per row layout.
 
 Owns modes, ownership checks, the lock and the byte budget over all layouts; knows nothing of slabs or journals beyond
 their sizes. Every path below it is opened through its descriptor and never through a symlink. Used by shelves.py.
@@ -27,21 +27,28 @@ _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class CacheDirectory:
-    """An open cache directory that this engine alone may use until `close`."""
+    """An open cache directory; with `wait_s` one that this process alone may use until `close`."""
 
-    def __init__(self, path: Path, wait_s: float) -> None:
-        """Make or open `path` and lock it, waiting up to `wait_s` for another engine. ShelfError says what is wrong."""
+    def __init__(self, path: Path, wait_s: float | None, lock: int | None = None) -> None:
+        """Make or open `path` and lock it, waiting up to `wait_s` for another engine. ShelfError says what is wrong.
+
+        `wait_s` None: not locked by this process, or by whoever handed it the locked descriptor `lock`.
+        """
+        self.path = path
         self._descriptors: list[int] = []
-        end = time.monotonic() + wait_s
+        self._lock = -1
         try:
-            self._top = self.hold(_open_private_folder(path))
-            self._lock = self.hold(self._open_lock())
-            if not lock_exclusively(self._lock, end):
-                raise ShelfError(
-                    f"cache directory {path} is in use by another engine; waited {wait_s:g} s. "
-                    "Stop that engine or give this one another tiers.nvme.path"
-                )
-            if not self._lock_is_current():
+            self.top = self.hold(_open_private_folder(path))
+            if lock is not None:
+                self._lock = self.hold(lock)
+            elif wait_s is not None:
+                self._lock = self.hold(self.open_lock())
+                if not lock_exclusively(self._lock, time.monotonic() + wait_s):
+                    raise ShelfError(
+                        f"cache directory {path} is in use by another engine; waited {wait_s:g} s. "
+                        "Stop that engine or give this one another tiers.nvme.path"
+                    )
+            if self._lock >= 0 and not self.is_current(LOCK_NAME, self._lock):
                 raise ShelfError(f"cache directory {path}: {LOCK_NAME} was replaced while it was being locked")
         except OSError as error:
             self.close()
@@ -56,13 +63,21 @@ class CacheDirectory:
         self._descriptors.append(descriptor)
         return descriptor
 
+    def drop(self, descriptor: int) -> None:
+        """Close a held descriptor now."""
+        self._descriptors.remove(descriptor)
+        os.close(descriptor)
+
     def layout_folder(self, layout: KVLayout) -> int:
         """Descriptor of the layout's own folder, made if it is not there. ShelfError if it cannot be."""
-        name = layout_name(layout)
+        return self.folder(layout_name(layout))
+
+    def folder(self, name: str) -> int:
+        """Descriptor of a folder in the directory, made if it is not there. ShelfError if it cannot be."""
         try:
             with contextlib.suppress(FileExistsError):
-                os.mkdir(name, 0o700, dir_fd=self._top)
-            folder = self.hold(os.open(name, _FOLDER_FLAGS, dir_fd=self._top))
+                os.mkdir(name, 0o700, dir_fd=self.top)
+            folder = self.hold(os.open(name, _FOLDER_FLAGS, dir_fd=self.top))
             _check_owner(os.fstat(folder), name)
             os.fchmod(folder, 0o700)
             return folder
@@ -71,17 +86,32 @@ class CacheDirectory:
 
     def other_bytes(self, layout: KVLayout) -> int:
         """Bytes that all other layouts take on this directory's budget."""
-        own = layout_name(layout)
-        return sum(_folder_bytes(self._top, name) for name in os.listdir(self._top) if name != own)
+        return self.bytes_beside(layout_name(layout))
+
+    def bytes_beside(self, own: str) -> int:
+        """Bytes of the files in all folders but this one."""
+        return sum(_folder_bytes(self.top, name) for name in os.listdir(self.top) if name != own)
+
+    def holds_lock(self) -> bool:
+        """Whether the lock that this process holds is still that of the directory."""
+        return self._lock >= 0 and self.is_current(LOCK_NAME, self._lock)
+
+    def is_there(self) -> bool:
+        """Whether the path still leads to this directory."""
+        try:
+            return os.path.samestat(os.stat(self.path), os.fstat(self.top))
+        except OSError:
+            return False
 
     def close(self) -> None:
         """Close every descriptor, the lock after all that it guards; no I/O may use them any more."""
         while self._descriptors:
             os.close(self._descriptors.pop())
 
-    def _open_lock(self) -> int:
+    def open_lock(self) -> int:
+        """A descriptor of its own of the lock file, not locked."""
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(LOCK_NAME, flags, 0o600, dir_fd=self._top)
+        descriptor = os.open(LOCK_NAME, flags, 0o600, dir_fd=self.top)
         try:
             check_private(descriptor, LOCK_NAME)
         except ShelfError:
@@ -89,12 +119,13 @@ class CacheDirectory:
             raise
         return descriptor
 
-    def _lock_is_current(self) -> bool:
+    def is_current(self, name: str, descriptor: int, folder: int | None = None) -> bool:
+        """Whether a name in the directory, or in that folder of it, still leads to an open file."""
         try:
-            named = os.stat(LOCK_NAME, dir_fd=self._top, follow_symlinks=False)
-        except FileNotFoundError:
+            named = os.stat(name, dir_fd=self.top if folder is None else folder, follow_symlinks=False)
+        except OSError:
             return False
-        return os.path.samestat(named, os.fstat(self._lock))
+        return os.path.samestat(named, os.fstat(descriptor))
 
 
 def layout_name(layout: KVLayout) -> str:

@@ -65,7 +65,7 @@ class DramConfig(_Section):
 
 
 class NvmeConfig(_Section):
-    """The NVMe shelf; 0 bytes turn it off. `path` is the cache directory (0700, one engine at a time)."""
+    """The NVMe shelf; 0 bytes turn it off. `path` is the cache directory (0700), where engines that share meet."""
 
     bytes: Bytes = 0
     path: Path | None = None
@@ -83,6 +83,8 @@ class TiersConfig(_Section):
     nvme: NvmeConfig = NvmeConfig()
     fetch_deadline_s: float = Field(5.0, gt=0, le=600)
     """A promotion that takes longer counts as a miss: its tokens are computed."""
+    linger_s: float = Field(60.0, ge=0, le=86400)
+    """How long shared shelves stay, DRAM and all, once their last engine has gone."""
 
 
 class IoConfig(_Section):
@@ -124,6 +126,8 @@ class EngineConfig(_Section):
     """CPU threads of kernels and matrix products; None: one per core."""
     senders: int = Field(2, ge=1, le=8)
     """Threads that hand events to callers, off the engine thread."""
+    sharing: bool = True
+    """Whether the shelves of tiers.nvme.path are shared with other engines. Without a path nothing is."""
     tiers: TiersConfig = TiersConfig()
     io: IoConfig = IoConfig()
     scheduler: SchedulerConfig = SchedulerConfig()

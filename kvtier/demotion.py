@@ -8,6 +8,7 @@ written from its rows alone, so that a hung disk keeps no HBM. Owned by the stor
 from __future__ import annotations
 
 import enum
+import functools
 import itertools
 from collections import Counter
 from dataclasses import dataclass
@@ -224,7 +225,8 @@ class Demoter:
     def _item(self, write: _Write) -> WriteItem:
         if write.lease is not None:
             dram = self._shelves[Tier.DRAM]
-            return WriteItem(write.block_hash, write.depth, dram.view(write.lease), write.lease.record.sums)
+            record, intact = write.lease.record, functools.partial(dram.intact, write.lease)
+            return WriteItem(write.block_hash, write.depth, dram.view(write.lease), record.sums, intact=intact)
         assert write.slot is not None
         return WriteItem(write.block_hash, write.depth, self._arena.view(write.slot), None)
 

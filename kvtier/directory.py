@@ -94,8 +94,11 @@ class Directory:
         """Slots charged to a tenant: whoever reserved them."""
         return self._tenant_slots.get(tenant, 0)
 
-    def restore(self, records: Sequence[Record], now: float) -> None:
-        """Fill a fresh directory with what a journal or a scan found; of two rows for one block the later one wins."""
+    def restore(self, records: Sequence[Record], now: float, reserved: Sequence[tuple[Grant, bytes]] = ()) -> None:
+        """Fill a fresh directory with what a journal or a scan found; of two rows for one block the later one wins.
+
+        `reserved`: (grant, tenant) of slots that are being written to.
+        """
         assert self.used_slots == 0 and self._generation >= max((record.generation for record in records), default=0)
         newest: dict[BlockHash, Record] = {}
         for record in sorted(records, key=lambda record: record.generation):
@@ -104,6 +107,9 @@ class Directory:
             assert self._at[record.slot] is None, record
             self._take(record.slot, record.generation, record.tenant)
             self._make_ready(record, now)
+        for grant, tenant in reserved:
+            assert self._states[grant.slot] == SlotState.FREE, grant
+            self._take(grant.slot, grant.generation, tenant)
         self._free = [slot for slot in reversed(range(self.slot_count)) if self._states[slot] == SlotState.FREE]
 
     def reserve(self, count: int, tenant: bytes = NO_TENANT) -> list[Grant]:
@@ -218,6 +224,14 @@ class Directory:
     def records(self) -> list[Record]:
         """All READY rows."""
         return list(self._records.values())
+
+    def record_at(self, slot: int) -> Record | None:
+        """The READY row in a slot."""
+        return self._at[slot]
+
+    def state_of(self, slot: int) -> tuple[SlotState, int, bytes]:
+        """State, generation and tenant of a slot."""
+        return SlotState(self._states[slot]), self._generations[slot], self._tenants[slot]
 
     def check(self) -> None:
         """Assert every invariant of the books; costs a walk over all slots."""

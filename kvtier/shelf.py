@@ -15,8 +15,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 from kvtier.block import BlockHash, Tier
+from kvtier.books import Books
 from kvtier.breaker import Breaker
-from kvtier.directory import Directory, PublishOutcome
+from kvtier.directory import PublishOutcome
 from kvtier.io.base import IoEngine, IoResult
 from kvtier.record import Grant, Lease, Record, tenant_digest
 from kvtier.ticket import ReadItem, ShelfDone, ShelfLimits, ShelfOperation, ShelfOutcome, WriteItem
@@ -41,6 +42,9 @@ log = logging.getLogger(__name__)
 SPACE_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 """What the next write would meet as well: the breaker opens at once."""
 
+ANSWER_PAUSE_S = 0.001
+"""Between two looks for the last answers while a shelf is closed."""
+
 
 class Shelf:
     """See the module. Made by `open_dram_shelf` and `open_nvme_shelf`."""
@@ -50,7 +54,7 @@ class Shelf:
         tier: Tier,
         form: RowFormat,
         slab: Slab,
-        directory: Directory,
+        books: Books,
         engine: IoEngine,
         limits: ShelfLimits,
         close_files: Callable[[float, int], None],
@@ -61,11 +65,13 @@ class Shelf:
         self.row_bytes = form.row_bytes
         self.bytes_total = slab.total_bytes
         self._slab = slab
-        self._directory = directory
+        self._books = books
         self._transfers = RowTransfers(form, slab, engine, limits.in_flight_max)
         self._limits = limits
         self._close_files = close_files
         self._writing: set[BlockHash] = set()
+        self._unsure: dict[int, Callable[[], bool]] = {}
+        self._published: dict[Grant, tuple[Flight, IoResult]] = {}
         self._waiting: deque[tuple[int, Record, memoryview]] = deque()
         self._breakers = {operation: Breaker(limits.failures_max, limits.pause_s) for operation in ShelfOperation}
         self._counts: Counter[str] = Counter()
@@ -73,33 +79,33 @@ class Shelf:
         self._closed = False
 
     def __repr__(self) -> str:
-        return f"Shelf({self.tier.value}, {self._directory!r}, in_flight={self.in_flight})"
+        return f"Shelf({self.tier.value}, {self._books!r}, in_flight={self.in_flight})"
 
     @property
     def in_flight(self) -> int:
         """Tickets given whose end has not been polled."""
-        return len(self._transfers) + len(self._waiting)
+        return len(self._transfers) + len(self._waiting) + len(self._published)
 
     @property
     def used_count(self) -> int:
         """Slots that are not free."""
-        return self._directory.used_slots
+        return self._books.used_slots
 
     def find(self, hashes: Sequence[BlockHash]) -> list[Record]:
         """Records of the leading run of `hashes` that can be read here. Holds nothing."""
-        return self._directory.find(hashes)
+        return self._books.find(hashes)
 
     def holds(self, block_hash: BlockHash) -> bool:
         """Whether a readable row has this hash."""
-        return self._directory.holds(block_hash)
+        return self._books.holds(block_hash)
 
     def touch(self, hashes: Sequence[BlockHash], now: float) -> None:
         """Note a use. Give whole chains from their first block on, so that no parent looks colder than its child."""
-        self._directory.touch(hashes, now)
+        self._books.touch(hashes, now)
 
     def stamp(self, hashes: Sequence[BlockHash], now: float) -> None:
         """Note when the blocks of a chain were last used; no further use of them."""
-        self._directory.stamp(hashes, now)
+        self._books.stamp(hashes, now)
 
     def write(self, items: Sequence[WriteItem], now: float) -> list[int | None]:
         """Start writing rows; a ticket each, None if it is here or being written, there is no room, or trouble."""
@@ -109,7 +115,7 @@ class Shelf:
         for place, item in enumerate(items):
             if len(chosen) == room:
                 break
-            known = item.block_hash in self._writing or self._directory.holds(item.block_hash)
+            known = item.block_hash in self._writing or self._books.holds(item.block_hash)
             if not known and item.block_hash not in chosen:
                 chosen[item.block_hash] = place
         allowed = self._allowed(ShelfOperation.WRITE, len(chosen))
@@ -118,13 +124,15 @@ class Shelf:
         groups = itertools.groupby(itertools.islice(chosen.values(), allowed), key=lambda place: items[place].tenant)
         for tenant, group in groups:
             places, digest = list(group), tenant_digest(tenant)
-            for place, grant in zip(places, self._directory.reserve(len(places), digest), strict=False):
+            for place, grant in zip(places, self._books.reserve(len(places), digest), strict=False):
                 item = items[place]
                 tickets[place] = ticket = self._transfers.ticket()
                 sums = item.sums if item.sums is not None else b""
                 record = Record(item.block_hash, *grant, item.depth, sums, item.priority, 0, digest)
                 starting.append((ticket, record, item.source))
                 self._writing.add(item.block_hash)
+                if item.intact is not None:
+                    self._unsure[ticket] = item.intact
         self._transfers.start(ShelfOperation.WRITE, starting)
         return tickets
 
@@ -151,6 +159,7 @@ class Shelf:
         self._now = now
         ended = self._transfers.poll()
         done = self._end_writes([pair for pair in ended if pair[0].operation is ShelfOperation.WRITE])
+        done += self._end_published()
         done += self._end_reads([pair for pair in ended if pair[0].operation is ShelfOperation.READ])
         self._notice_late()
         if self._breakers[ShelfOperation.READ].is_open:
@@ -162,24 +171,28 @@ class Shelf:
         return done
 
     def acquire(self, records: Sequence[Record]) -> list[Lease | None]:
-        """A counted lease on each row that is still there: it stays where it is until `release`."""
-        return self._directory.acquire(records)
+        """A lease on each row that is still there; whoever copies from it asks `intact` before the copy counts."""
+        return self._books.acquire(records)
 
     def view(self, lease: Lease) -> memoryview:
         """A leased DRAM row in place; use it until the lease is released."""
         return self._slab.view(lease.record.slot)
 
+    def intact(self, lease: Lease) -> bool:
+        """Whether a leased row has been there, unchanged, all the time until now."""
+        return self._books.intact(lease)
+
     def release(self, leases: Sequence[Lease]) -> None:
         """Give leases back, each as often as it was acquired."""
-        self._directory.release(leases)
+        self._books.release(leases)
 
     def coldest(self, count: int) -> list[Record]:
         """The rows that would be evicted next, coldest first."""
-        return self._directory.coldest(count)
+        return self._books.coldest(count)
 
     def drop(self, records: Sequence[Record], reason: str) -> None:
         """Hide rows at once and count them under `dropped_<reason>`, a name from the caller's closed set."""
-        self._counts[f"dropped_{reason}"] += len(self._directory.drop(records))
+        self._counts[f"dropped_{reason}"] += len(self._books.drop(records))
 
     def stats(self) -> dict[str, int]:
         """Plain numbers: slots, bytes, transfers, evictions, and failures by the value of their outcome."""
@@ -189,7 +202,7 @@ class Shelf:
             "slots_total": self.slot_count,
             "bytes_total": self.bytes_total,
             "in_flight": self.in_flight,
-            "evictions": self._directory.evictions,
+            "evictions": self._books.evictions,
             "reads": counts["read"],
             "writes": counts["write"],
             "read_bytes": counts["read_bytes"],
@@ -202,10 +215,11 @@ class Shelf:
 
     def check(self) -> None:
         """Assert the books, and that transfers and header pages agree."""
-        self._directory.check()
+        self._books.check()
         self._transfers.check()
         flights = self._transfers.flights()
         writing = [flight.record.block_hash for flight in flights if flight.operation is ShelfOperation.WRITE]
+        writing += [flight.record.block_hash for flight, _ in self._published.values()]
         assert sorted(writing) == sorted(self._writing)
 
     def close(self, deadline_s: float) -> None:
@@ -220,6 +234,9 @@ class Shelf:
         self._waiting.clear()
         stuck = self._transfers.close(deadline_s)
         self.poll(time.monotonic())
+        while self._published and time.monotonic() < end:
+            time.sleep(ANSWER_PAUSE_S)
+            self.poll(time.monotonic())
         self._close_files(max(0.0, end - time.monotonic()), stuck)
         if stuck:
             log.warning("%s shelf closed with %d transfers stuck", self.tier.value, stuck)
@@ -235,25 +252,49 @@ class Shelf:
         self._transfers.start(ShelfOperation.READ, [self._waiting.popleft() for _ in range(count)])
 
     def _end_writes(self, ended: Sequence[tuple[Flight, IoResult]]) -> list[ShelfDone]:
-        written = [(flight, result) for flight, result in ended if result.error_number is None]
-        answers = self._directory.publish([flight.record for flight, _ in written], self._now)
-        done = [_done(*pair, PUBLISHED[outcome]) for pair, (outcome, _) in zip(written, answers, strict=True)]
-        if written:
-            self._breakers[ShelfOperation.WRITE].succeeded()
+        """Publish what was written; returns the ends of those writes that failed."""
+        done: list[ShelfDone] = []
         for flight, result in ended:
-            self._writing.discard(flight.record.block_hash)
-            if result.error_number is not None:
-                self._directory.abandon([Grant(flight.record.slot, flight.record.generation)])
+            intact = self._unsure.pop(flight.ticket, None)
+            grant = Grant(flight.record.slot, flight.record.generation)
+            outcome = ShelfOutcome.DONE
+            if result.error_number == errno.ECANCELED:
+                outcome = ShelfOutcome.REFUSED
+            elif result.error_number is not None:
                 no_space = result.error_number in SPACE_ERRORS
                 self._trouble(flight.operation, result.error_number, at_once=no_space)
-                done.append(_done(flight, result, ShelfOutcome.NO_SPACE if no_space else ShelfOutcome.IO_ERROR))
+                outcome = ShelfOutcome.NO_SPACE if no_space else ShelfOutcome.IO_ERROR
+            elif intact is not None and not intact():
+                outcome = ShelfOutcome.STALE
+            else:
+                self._published[grant] = (flight, result)
+                continue
+            self._books.abandon([grant])
+            self._writing.discard(flight.record.block_hash)
+            done.append(_done(flight, result, outcome))
+        written = [flight.record for flight, result in ended if result.error_number is None]
+        if written:
+            self._breakers[ShelfOperation.WRITE].succeeded()
+        written = [record for record in written if Grant(record.slot, record.generation) in self._published]
+        self._books.publish(written, self._now)
+        return done
+
+    def _end_published(self) -> list[ShelfDone]:
+        """The ends of written rows that the books have answered for."""
+        done: list[ShelfDone] = []
+        for record, outcome in self._books.answers(self._now):
+            flight, result = self._published.pop(Grant(record.slot, record.generation))
+            self._writing.discard(record.block_hash)
+            done.append(_done(flight, result, PUBLISHED[outcome]))
         return done
 
     def _end_reads(self, ended: Sequence[tuple[Flight, IoResult]]) -> list[ShelfDone]:
         done: list[ShelfDone] = []
         for flight, result in ended:
             outcome = ShelfOutcome.DONE
-            if result.error_number is not None:
+            if result.error_number == errno.ECANCELED:
+                outcome = ShelfOutcome.REFUSED
+            elif result.error_number is not None:
                 self._trouble(flight.operation, result.error_number)
                 outcome = ShelfOutcome.IO_ERROR
             else:
@@ -265,7 +306,7 @@ class Shelf:
 
     def _miss(self, record: Record, result: IoResult) -> ShelfOutcome:
         """A row that came but is not the one: drop its record, unless that has changed meanwhile."""
-        if not self._directory.drop([record]):
+        if not self._books.drop([record]):
             return ShelfOutcome.STALE
         return ShelfOutcome.SHORT_READ if result.value is None else ShelfOutcome.BAD_ROW
 
@@ -279,6 +320,7 @@ class Shelf:
         if breaker.openings > openings:
             name = errno.errorcode.get(error_number, str(error_number))
             log.warning("%s shelf: no more %ss for now: %s", self.tier.value, operation.value, name)
+            self._transfers.cancel(operation)
 
     def _notice_late(self) -> None:
         """A transfer that hangs counts as a failure once; the flights are in order of their start."""
@@ -308,4 +350,5 @@ PUBLISHED = {
     PublishOutcome.PUBLISHED: ShelfOutcome.DONE,
     PublishOutcome.DUPLICATE: ShelfOutcome.DUPLICATE,
     PublishOutcome.STALE: ShelfOutcome.STALE,
+    None: ShelfOutcome.UNANSWERED,
 }

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvtier.block import KVLayout, Tier
+from kvtier.books import LocalBooks
 from kvtier.cache_directory import CacheDirectory
 from kvtier.config import IoConfig
 from kvtier.directory import Directory
@@ -48,7 +49,7 @@ def open_dram_shelf(
 
     Raises ConfigError, naming tiers.dram.bytes, if that much memory is not free or holds no block.
     """
-    form = _row_format(layout, namespace)
+    form = row_format(layout, namespace)
     slot_count = budget_bytes // form.slot_bytes
     if slot_count == 0:
         raise ConfigError(
@@ -62,7 +63,7 @@ def open_dram_shelf(
         if not stuck:
             slab.close()
 
-    return Shelf(Tier.DRAM, form, slab, Directory(slot_count, policy), engine, limits, close_files)
+    return Shelf(Tier.DRAM, form, slab, LocalBooks(Directory(slot_count, policy)), engine, limits, close_files)
 
 
 def open_nvme_shelf(
@@ -85,19 +86,23 @@ def open_nvme_shelf(
     ShelfError with what is needed and what is there; the engine serves without it and may try again.
     """
     end = time.monotonic() + wait_s
-    form = _row_format(layout, namespace)
+    form = row_format(layout, namespace)
     limits = limits if limits is not None else ShelfLimits(io.in_flight_max)
     calls = calls if calls is not None else KernelCalls()
     cache = CacheDirectory(path, wait_s)
     engine: ThreadsEngine | None = None
     try:
         folder = cache.layout_folder(layout)
-        slot_count = _nvme_slot_count(form, budget_bytes, cache.other_bytes(layout))
+        slot_count = nvme_slot_count(form, budget_bytes, cache.other_bytes(layout))
         slab, fresh = open_nvme_slab(folder, form.slot_bytes, slot_count, calls, end)
         cache.hold(slab.descriptor)
         engine = ThreadsEngine(io.readers, io.writers, limits.in_flight_max, wake, calls)
         shape = JournalShape(slab.epoch, slot_count, form.slice_count)
-        found = Replay(ReplayState.MISSING, [], 0) if fresh else _recover(folder, shape, slab, form, engine, limits)
+        found = (
+            Replay(ReplayState.MISSING, [], 0)
+            if fresh
+            else recover(folder, shape, slab, form, engine, limits.in_flight_max)
+        )
     except BaseException:
         if engine is not None:
             engine.close(0.0)
@@ -113,16 +118,17 @@ def open_nvme_shelf(
         if journal.close(deadline_s) and not stuck:
             cache.close()
 
-    return Shelf(Tier.NVME, form, slab, directory, engine, limits, close_files)
+    return Shelf(Tier.NVME, form, slab, LocalBooks(directory), engine, limits, close_files)
 
 
-def _row_format(layout: KVLayout, namespace: bytes) -> RowFormat:
+def row_format(layout: KVLayout, namespace: bytes) -> RowFormat:
+    """The format of a model's rows; ConfigError if a shelf cannot hold them."""
     if layout.layers > SLICES_MAX:
         raise ConfigError(f"model: {layout.layers} layers, a shelf holds rows of at most {SLICES_MAX}")
     return RowFormat.of(layout, namespace)
 
 
-def _nvme_slot_count(form: RowFormat, budget_bytes: int, other_bytes: int) -> int:
+def nvme_slot_count(form: RowFormat, budget_bytes: int, other_bytes: int) -> int:
     """Slots for which slab and journal, its rewrite included, fit what other layouts leave of the budget."""
     empty = JournalShape(b"", 0, form.slice_count)
     journal_slot_bytes = JournalShape(b"", 1, form.slice_count).total_bytes_max - empty.total_bytes_max
@@ -139,13 +145,13 @@ def _nvme_slot_count(form: RowFormat, budget_bytes: int, other_bytes: int) -> in
     return slot_count
 
 
-def _recover(
-    folder: int, shape: JournalShape, slab: Slab, form: RowFormat, engine: ThreadsEngine, limits: ShelfLimits
+def recover(
+    folder: int, shape: JournalShape, slab: Slab, form: RowFormat, engine: ThreadsEngine, in_flight_max: int
 ) -> Replay:
     """What the journal says, or if it cannot be believed, the headers of the slab."""
     found = replay(folder, shape)
     if found.state is ReplayState.WHOLE:
         return found
-    records = scan_headers(slab, form, engine, limits.in_flight_max)
+    records = scan_headers(slab, form, engine, in_flight_max)
     log.warning("NVMe journal is %s: %d blocks found again from row headers", found.state.value, len(records))
     return Replay(found.state, records, found.generation)

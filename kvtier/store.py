@@ -62,6 +62,7 @@ class Store:
         self._opening = False
         self._closed = False
         self._close_lock = threading.Lock()
+        self._ends: list[Callable[[], None]] = []
         self._retry_at = 0.0
         self._shelf_totals: dict[tuple[str, str], int] = {}
         self._evicted_seen = 0
@@ -74,6 +75,10 @@ class Store:
     def retry_later(self, tier: Tier, opener: ShelfOpener) -> None:
         """A shelf that could not be opened: a thread calls `opener` every `RETRY_S` until it returns one."""
         self._openers[tier] = opener
+
+    def on_close(self, end: Callable[[], None]) -> None:
+        """Call `end` once the shelves are closed."""
+        self._ends.append(end)
 
     @property
     def slot_count(self) -> int:
@@ -232,6 +237,8 @@ class Store:
                 self._shelves[tier] = opened
         for shelf in self._shelves.values():
             shelf.close(max(0.0, end - time.monotonic()))
+        for hang_up in self._ends:
+            hang_up()
         self._arena.close()
 
     def _retry_shelves(self, now: float) -> None:

@@ -6,6 +6,7 @@ Values only, shared by the shelf and the store; they know no file, no thread and
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -36,8 +37,10 @@ class ShelfOutcome(enum.Enum):
     """The row may still be there."""
     NO_SPACE = "no_space"
     """The disk is full or read-only: nothing is written for a while."""
+    UNANSWERED = "unanswered"
+    """Written, but the keeper of the books has not said by the deadline whether it counts."""
     REFUSED = "refused"
-    """The breaker opened while the read was waiting."""
+    """The breaker opened before the transfer had started."""
 
 
 class WriteItem(NamedTuple):
@@ -50,6 +53,8 @@ class WriteItem(NamedTuple):
     """The row's slice sums if they are known (it comes from another shelf); None: computed on the worker."""
     priority: int = 0
     tenant: str = ""
+    intact: Callable[[], bool] | None = None
+    """Asked once it is written; False: the source changed meanwhile, so the row does not count."""
 
 
 class ReadItem(NamedTuple):

@@ -104,6 +104,10 @@ class RowTransfers:
             ended.append((flight, result))
         return ended
 
+    def cancel(self, operation: ShelfOperation) -> None:
+        """Let go of what has not started; it ends with ECANCELED."""
+        self._engine.cancel(IO_OPERATIONS[operation])
+
     def check(self) -> None:
         """Assert that pages and flights agree."""
         for operation, pages in self._pages.items():

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvtier.block import BlockHash, KVLayout, Tier
+from kvtier.books import LocalBooks
 from kvtier.demotion import NvmePolicy
 from kvtier.directory import Directory
 from kvtier.eviction import LeastRecentlyUsed, PolicyMaker
@@ -84,6 +85,14 @@ class SteppedIo:
         self.step(self.in_flight)
         left, self._waiting = len(self._waiting), []
         return left
+
+    def cancel(self, operation: Operation) -> None:
+        """End what has not started: all of this operation, unless it hangs."""
+        if operation in self.hanging:
+            return
+        idle = [r for r in self._waiting if r.operation is operation and r.tag not in self._frozen]
+        self._waiting = [request for request in self._waiting if request not in idle]
+        self._done += [IoResult(request.tag, 0, errno.ECANCELED, None, 0) for request in idle]
 
     def step(self, count: int = 1) -> int:
         """Move up to `count` waiting requests, in any order; returns how many."""
@@ -154,7 +163,8 @@ class SteppedTiers:
                 io = self.io[tier] = SteppedIo(calls, queue_max, seed)
                 self.slabs[tier] = slab
                 limits = ShelfLimits(queue_max, late_s=late_s)
-                shelf = Shelf(tier, form, slab, Directory(slots, eviction), io, limits, lambda *_: None)
+                books = LocalBooks(Directory(slots, eviction))
+                shelf = Shelf(tier, form, slab, books, io, limits, lambda *_: None)
                 self.shelves[tier] = shelf
                 self.store.add_shelf(shelf)
 

@@ -25,7 +25,7 @@ FLOORS = {
     WORDS: ["errors", "config", "block", "namespace", "request", "record", "ticket"],
     BOOKS: ["eviction", "pool", "prefix", "resident", "sequence", "directory", "breaker"],
     BYTES: ["io", "tiers", "journal", "replay", "metrics", "cache_directory"],
-    SHELF: ["shelf", "shelves", "rebuild", "transfers"],
+    SHELF: ["books", "shelf", "shelves", "rebuild", "transfers", "keeper"],
     STORE: ["promotion", "demotion", "store"],
     MIND: ["scheduler"],
     BODY: ["batch", "attention", "models", "sampler", "runner", "_native"],

@@ -22,6 +22,7 @@ OVERRIDES = {
     "tiers.dram.bytes": "280MiB",  # 198 blocks
     "tiers.nvme.bytes": "1GiB",
     "tiers.nvme.policy": "through",
+    "sharing": False,  # whatever else runs here: the origins shall be those of the script
 }
 PROMPT = ledger("Northgate", 107)
 """About 3,000 tokens: 93 full blocks."""

@@ -77,6 +77,9 @@ class IoEngine(Protocol):
     def poll(self) -> list[IoResult]:
         """Results since the last call, in order of completion. Re-raises what a `prepare` or `then` raised."""
 
+    def cancel(self, operation: Operation) -> None:
+        """End what waits in this operation's queue and has not started, with ECANCELED; the next poll says so."""
+
     @property
     def in_flight(self) -> int:
         """Requests submitted whose result has not been polled."""

@@ -1,6 +1,6 @@
-"""Checks and locks on files of a cache directory: plain, our own, private, and held by one engine.
+"""Checks and locks on what shelves lie in: plain files, our own, private; memory of a fixed length; held by one.
 
-Works on open descriptors only, so nothing can be swapped in between. Used by cache_directory.py and the slab.
+Works on open descriptors only, so nothing can be swapped in between. Used by cache_directory.py, slabs and the keeper.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from kvtier.errors import ShelfError
 
 LOCK_PAUSE_S = 0.02
 
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
 _FLOCK = struct.Struct("hhqqi4x")
 """struct flock of Linux on 64 bits: type, whence, start, length, pid."""
 
@@ -27,12 +29,32 @@ def check_private(descriptor: int, name: str) -> None:
     os.fchmod(descriptor, 0o600)
 
 
-def lock_exclusively(descriptor: int, end: float) -> bool:
-    """Take an exclusive OFD lock on a file's first byte, trying until the monotonic time `end`; whether it was got.
+def seal(descriptor: int) -> None:
+    """Fix the length of a memfd: whoever maps it never meets a signal."""
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+
+
+def check_sealed(descriptor: int, total_bytes: int) -> None:
+    """ShelfError unless this is a memfd of exactly that length, sealed."""
+    try:
+        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+    except OSError:
+        raise ShelfError("a descriptor is no sealed memory") from None
+    if seals & _SEALS != _SEALS or os.fstat(descriptor).st_size != total_bytes:
+        raise ShelfError("a descriptor is not the memory that it should be")
+
+
+def lock_request(kind: int, start: int, length: int) -> bytes:
+    """A `struct flock` for a run of bytes."""
+    return _FLOCK.pack(kind, os.SEEK_SET, start, length, 0)
+
+
+def lock_exclusively(descriptor: int, end: float, start: int = 0, length: int = 1) -> bool:
+    """Take an exclusive OFD lock on bytes of a file, trying until the monotonic time `end`; whether it was got.
 
     It is held until the last descriptor of this open file is closed and its last I/O has landed.
     """
-    request = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0)
+    request = lock_request(fcntl.F_WRLCK, start, length)
     while True:
         try:
             fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, request)

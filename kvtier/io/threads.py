@@ -90,6 +90,14 @@ class ThreadsEngine:
             results.append(result)
         return results
 
+    def cancel(self, operation: Operation) -> None:
+        """See `IoEngine`."""
+        lane = self._lane(operation)
+        with lane.changed:
+            waiting = list(lane.waiting)
+            lane.waiting.clear()
+        self._done.extend((lane, IoResult(request.tag, 0, errno.ECANCELED, None, 0)) for request in waiting)
+
     def close(self, deadline_s: float) -> int:
         """See `IoEngine`. What has not started by then is dropped without a result; results can still be polled."""
         end = time.monotonic() + deadline_s

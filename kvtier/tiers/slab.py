@@ -19,7 +19,7 @@ from xxhash import xxh3_64_intdigest
 from kvtier.block import ALIGNMENT
 from kvtier.errors import ConfigError, ShelfError
 from kvtier.io.base import SystemCalls
-from kvtier.io.files import check_private, lock_exclusively
+from kvtier.io.files import check_private, check_sealed, lock_exclusively, seal
 from kvtier.tiers.header import HEADER_BYTES
 from kvtier.tiers.memory import advise_huge, check_memory, populate_by_advice
 
@@ -30,6 +30,10 @@ SUPERBLOCK_BYTES = ALIGNMENT
 SLAB_MAGIC = b"kvtislab"
 SLAB_VERSION = 1
 EPOCH_BYTES = 16
+KEEPER_BYTE = 64
+"""The byte that whoever keeps the books locks on a slab; an owner's is that of its number."""
+ALL_OWNERS = (0, KEEPER_BYTE + 1)
+"""(start, length) of the bytes of every owner and the keeper's: held by an engine that shares with nobody."""
 
 _SUPERBLOCK = struct.Struct("<8sI4x16sQQ")
 
@@ -43,7 +47,7 @@ class Slab:
     slot_bytes: int
     slot_count: int
     epoch: bytes
-    """Random identity of an NVMe slab since it was made; the journal belongs to one epoch."""
+    """Random identity of a slab since it was made; the journal belongs to one epoch."""
     direct: bool = False
     mapping: mmap.mmap | None = None
 
@@ -73,21 +77,49 @@ def make_dram_slab(slot_bytes: int, slot_count: int, key: str = "tiers.dram.byte
     """A fresh memfd with every page allocated. ConfigError, naming `key`, if that much memory is not free."""
     total_bytes = slot_bytes * slot_count
     check_memory(key, total_bytes)
-    descriptor = os.memfd_create("kvtier-dram", os.MFD_CLOEXEC)
+    descriptor = os.memfd_create("kvtier-dram", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, total_bytes)
         mapping = mmap.mmap(descriptor, total_bytes)
         advise_huge(mapping)
         populate_by_advice(mapping)
         os.posix_fallocate(descriptor, 0, total_bytes)  # a hole would be a signal at some later write, not an error
+        seal(descriptor)
     except OSError as error:
         os.close(descriptor)
         raise ConfigError(f"{key}: {total_bytes} bytes of memory refused ({error.strerror})") from None
-    return Slab(descriptor, 0, slot_bytes, slot_count, bytes(EPOCH_BYTES), mapping=mapping)
+    return Slab(descriptor, 0, slot_bytes, slot_count, os.urandom(EPOCH_BYTES), mapping=mapping)
+
+
+def join_dram_slab(descriptor: int, slot_bytes: int, slot_count: int, epoch: bytes) -> Slab:
+    """The slab in a memfd that somebody else made, mapped. ShelfError unless it is one of that length."""
+    check_sealed(descriptor, slot_bytes * slot_count)
+    return Slab(descriptor, 0, slot_bytes, slot_count, epoch, mapping=mmap.mmap(descriptor, slot_bytes * slot_count))
+
+
+def join_nvme_slab(folder: int, slot_bytes: int, slot_count: int, epoch: bytes) -> Slab:
+    """The slab file in the folder as somebody else has opened it, on a descriptor of its own and not locked."""
+    try:
+        plain = os.open(SLAB_NAME, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+        try:
+            check_private(plain, SLAB_NAME)
+            if _read_superblock(plain, slot_bytes)[0] != epoch:
+                raise ShelfError("NVMe slab was replaced")
+            descriptor, direct = _reopen_direct(folder, plain)
+        finally:
+            os.close(plain)
+    except OSError as error:
+        raise ShelfError(f"NVMe slab cannot be opened: {error.strerror}") from None
+    return Slab(descriptor, SUPERBLOCK_BYTES, slot_bytes, slot_count, epoch, direct)
 
 
 def open_nvme_slab(
-    folder: int, slot_bytes: int, slot_count: int, calls: SystemCalls, end: float = 0.0
+    folder: int,
+    slot_bytes: int,
+    slot_count: int,
+    calls: SystemCalls,
+    end: float = 0.0,
+    lock: tuple[int, int] = ALL_OWNERS,
 ) -> tuple[Slab, bool]:
     """The slab file in the folder (a descriptor), made, grown or cut to `slot_count`; also whether its rows are new.
 
@@ -99,7 +131,7 @@ def open_nvme_slab(
     try:
         descriptor = os.open(SLAB_NAME, flags, 0o600, dir_fd=folder)
         check_private(descriptor, SLAB_NAME)
-        _lock(descriptor, end)
+        _lock(descriptor, end, lock)
         epoch, old_count = _read_superblock(descriptor, slot_bytes)
         fresh = epoch is None
         slab = Slab(descriptor, SUPERBLOCK_BYTES, slot_bytes, slot_count, epoch or os.urandom(EPOCH_BYTES))
@@ -110,7 +142,7 @@ def open_nvme_slab(
         slab.descriptor, slab.direct = _reopen_direct(folder, descriptor)
         os.close(descriptor)
         descriptor = -1
-        _lock(slab.descriptor, end)
+        _lock(slab.descriptor, end, lock)
         return slab, fresh
     except OSError as error:
         raise ShelfError(f"NVMe slab cannot be opened: {error.strerror}") from None
@@ -119,9 +151,9 @@ def open_nvme_slab(
             os.close(descriptor)
 
 
-def _lock(descriptor: int, end: float) -> None:
+def _lock(descriptor: int, end: float, lock: tuple[int, int]) -> None:
     """A lock on the descriptor that does the I/O outlives its process until the last write has landed."""
-    if not lock_exclusively(descriptor, end):
+    if not lock_exclusively(descriptor, end, *lock):
         raise ShelfError("NVMe slab: writes of an engine that is gone are still under way")
 
 

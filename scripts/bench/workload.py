@@ -93,6 +93,7 @@ class Workload:
             "tiers.hbm.bytes": hbm,
             "tiers.dram.bytes": dram,
             "tiers.nvme.bytes": nvme,
+            "sharing": False,
             "tiers.nvme.path": folder,
         }
 

@@ -33,6 +33,7 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
         "tiers.hbm.bytes": 40 * LAYOUT.row_bytes,
         "tiers.dram.bytes": 60 * SLOT_BYTES,
         "tiers.nvme.bytes": "3MiB",
+        "sharing": False,
         "tiers.nvme.path": tmp_path / "cache",
     }
     with Engine(EngineConfig.load(None, values)) as engine:

@@ -38,6 +38,7 @@ def config(hbm_blocks: int, dram_blocks: int, cache: Path | None, step_tokens: i
             "tiers.hbm.bytes": hbm_blocks * LAYOUT.row_bytes,
             "tiers.dram.bytes": dram_blocks * SLOT_BYTES,
             "tiers.nvme.bytes": "256MiB" if cache else 0,
+            "sharing": False,
             "tiers.nvme.path": cache,
             "io.readers": 1,
             "scheduler.step_tokens": step_tokens,

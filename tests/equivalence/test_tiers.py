@@ -62,6 +62,7 @@ def config(
             "tiers.hbm.bytes": hbm_blocks * LAYOUT.row_bytes,
             "tiers.dram.bytes": dram_blocks * SLOT_BYTES,
             "tiers.nvme.bytes": "4MiB" if cache else 0,
+            "sharing": False,
             "tiers.nvme.path": cache,
             "tiers.nvme.policy": variant.policy.value,
             "eviction": variant.eviction,

@@ -82,6 +82,7 @@ def config(
         "tiers.hbm.bytes": hbm * LAYOUT.row_bytes,
         "tiers.dram.bytes": dram * SLOT_BYTES,
         "tiers.nvme.bytes": "4MiB" if cache else 0,
+        "sharing": False,
         "tiers.nvme.path": cache,
         "tiers.nvme.wait_s": 0,
         "tiers.fetch_deadline_s": DEADLINE_S,

@@ -52,6 +52,7 @@ def tiny_overrides(checkpoint: Path, cache: Path, hbm: str = TINY_HBM) -> dict[s
         "tiers.dram.bytes": "16MiB",
         "tiers.nvme.bytes": "16MiB",
         "tiers.nvme.path": str(cache),
+        "sharing": "false",
     }
 
 

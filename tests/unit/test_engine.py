@@ -158,7 +158,7 @@ def test_without_max_tokens_the_configured_default_caps_the_answer(checkpoint: P
 
 def test_evict_pushes_down_and_the_origin_tells(checkpoint: Path, tmp_path: Path) -> None:
     prompt = [token % 200 + 3 for token in range(5 * BLOCK + 2)]
-    with opened(checkpoint, tiers__nvme__bytes="8MiB", tiers__nvme__path=tmp_path / "cache") as engine:
+    with opened(checkpoint, tiers__nvme__bytes="8MiB", tiers__nvme__path=tmp_path / "cache", sharing=False) as engine:
         runs = [engine.generate([prompt], GREEDY)[0]]
         runs.append(engine.generate([prompt], GREEDY)[0])
         engine.evict("hbm")
@@ -187,7 +187,9 @@ def test_nvme_is_warm_in_the_next_engine(checkpoint: Path, tmp_path: Path) -> No
     prompt = [token % 200 + 3 for token in range(5 * BLOCK + 2)]
     found: list[Completion] = []
     for _ in range(2):
-        with opened(checkpoint, tiers__nvme__bytes="8MiB", tiers__nvme__path=tmp_path / "cache") as engine:
+        with opened(
+            checkpoint, tiers__nvme__bytes="8MiB", tiers__nvme__path=tmp_path / "cache", sharing=False
+        ) as engine:
             found += engine.generate([prompt], GREEDY)
             engine.evict("hbm")
             engine.evict("dram")

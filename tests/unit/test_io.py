@@ -204,3 +204,20 @@ def test_faults_strike_once_or_stick() -> None:
     assert [once.strikes(Call.READ, number) for number in (1, 2, 3)] == [False, True, False]
     assert [sticky.strikes(Call.READ, number) for number in (1, 2, 3)] == [False, True, True]
     assert not once.strikes(Call.WRITE, 2)
+
+
+def test_cancelling_ends_what_has_not_started_and_nothing_else(bench: Bench) -> None:
+    bench.calls.inject([Fault(Call.WRITE, 1, Effect.HANG, sticky=True)])
+    requests = [bench.request(Operation.WRITE, 0, [aligned(PAGE)], tag) for tag in range(5)]
+    assert bench.engine.submit(requests) == 5
+    end = time.monotonic() + 20
+    while bench.calls.count(Call.WRITE) < 2:
+        assert time.monotonic() < end
+    bench.engine.cancel(Operation.READ)
+    assert bench.engine.poll() == []
+    bench.engine.cancel(Operation.WRITE)
+    cancelled = bench.results(3)
+    assert [result.error_number for result in cancelled.values()] == [errno.ECANCELED] * 3
+    assert bench.engine.in_flight == 2
+    bench.calls.release()
+    assert {*cancelled, *bench.results(2)} == set(range(5))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -70,6 +71,26 @@ def test_what_is_there_or_under_way_is_not_written_again(make: Make) -> None:
     user.finish(tickets)
     assert user.shelf.write([item], user.now) == [None]
     assert user.shelf.holds(HASHES[0]) and user.shelf.used_count == 1 and user.shelf.in_flight == 0
+
+
+def test_when_the_breaker_opens_transfers_that_have_not_started_give_their_memory_back(make: Make) -> None:
+    calls = FaultyCalls()
+    user = make(calls, ShelfLimits(16, late_s=1.0, failures_max=2))
+    user.write(HASHES[:10])
+    calls.inject([Fault(Call.READ, 1, Effect.HANG, sticky=True)])
+    records = user.shelf.find(HASHES[:10])
+    tickets = user.shelf.read([ReadItem(record, aligned(LAYOUT.row_bytes)) for record in records])
+    started = time.monotonic()
+    while calls.count(Call.READ) < IO.readers:
+        assert time.monotonic() - started < 20
+    user.shelf.poll(user.now)
+    user.now += 1.5
+    user.shelf.poll(user.now)
+    ended = user.shelf.poll(user.now)
+    assert len(ended) == 10 - IO.readers and {end.outcome for end in ended} == {ShelfOutcome.REFUSED}
+    assert user.shelf.in_flight == IO.readers, "only what hangs in the kernel keeps its memory"
+    calls.release()
+    user.finish([ticket for ticket in tickets if ticket not in {end.ticket for end in ended}])
 
 
 def test_writes_in_flight_are_bounded_and_the_rest_is_refused(make: Make) -> None:

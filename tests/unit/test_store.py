@@ -10,6 +10,7 @@ import pytest
 from fakes import LAYOUT, NAMESPACE, SteppedIo, SteppedTiers, chain_hashes, nvme_slab
 
 from kvtier.block import Tier
+from kvtier.books import LocalBooks
 from kvtier.demotion import NvmePolicy
 from kvtier.directory import Directory
 from kvtier.io.base import Operation
@@ -91,7 +92,7 @@ def away_shelf(folder: Path, io: SteppedIo | None = None) -> Shelf:
     """An NVMe shelf that no store uses yet."""
     form = RowFormat.of(LAYOUT, NAMESPACE)
     slab = nvme_slab(folder, form, 8)
-    return Shelf(Tier.NVME, form, slab, Directory(8), io or SteppedIo(), ShelfLimits(16), lambda *_: None)
+    return Shelf(Tier.NVME, form, slab, LocalBooks(Directory(8)), io or SteppedIo(), ShelfLimits(16), lambda *_: None)
 
 
 def openers() -> list[threading.Thread]:

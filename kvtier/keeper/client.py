@@ -1,0 +1,255 @@
+"""The line from an engine to its keeper: one thread that connects, greets, reads and writes, and never gives up.
+
+The engine thread hands messages in and takes messages out; it never waits for the socket. A line that breaks comes
+back by itself, with a keeper started anew if need be. Knows no books. Owned by shared.py's link.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import logging
+import os
+import selectors
+import socket
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvtier.errors import ShelfError
+from kvtier.keeper.seat import Seat
+from kvtier.keeper.server import RECOVERING
+from kvtier.keeper.spawn import connect
+from kvtier.keeper.wire import ENGINE_DECODER, Farewell, Frames, Refused, ToEngine, ToKeeper, Welcome, WireError, frame
+
+log = logging.getLogger(__name__)
+
+START_S = 20.0
+"""What finding or starting a keeper may take, its slabs included."""
+RETRY_S = 5.0
+RECOVERY_RETRY_S = 0.1
+GREETING_PAUSE_S = 0.2
+"""Between two looks at whether the engine is closing, while the keeper makes up its mind."""
+QUEUE_MAX = 4096
+"""Messages that wait to be written; with more the line is cut, and mended as after a keeper's death."""
+INBOX_MAX = 4096
+"""Messages that wait to be taken; with more nothing is read, until the keeper cuts the line."""
+FULL_PAUSE_S = 0.05
+BUFFER_BYTES = 1 << 20
+READ_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Seated:
+    """The keeper has said welcome: `Join` is due. `line` numbers the connection."""
+
+    line: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The line is broken; what was not answered will not be."""
+
+
+class KeeperClient:
+    """See the module."""
+
+    def __init__(self, seat: Seat, wake: Callable[[], None], linger_s: float) -> None:
+        """`wake` is called from the line's thread when there is something to take."""
+        self._seat = seat
+        self._wake = wake
+        self._linger_s = linger_s
+        self._inbox: deque[ToEngine | Seated | Lost] = deque()
+        self._outbox: deque[tuple[int, ToKeeper]] = deque()
+        self._line = 0
+        self._link: socket.socket | None = None
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._closing = threading.Event()
+        self._over = False
+        self.seated = threading.Event()
+        """The seat has been taken once."""
+        self.refusal = ""
+        """Why the last greeting failed."""
+        _close_in_children(self)
+        self._thread = threading.Thread(target=self._run, name="kvtier-keeper-line", daemon=True)
+        self._thread.start()
+
+    @property
+    def backlog(self) -> int:
+        """Messages not written yet."""
+        return len(self._outbox)
+
+    def send(self, line: int, message: ToKeeper) -> None:
+        """Queue a message for the connection of that number; it is dropped if that has ended. Engine thread."""
+        self._outbox.append((line, message))
+        self._ring()
+
+    def take(self) -> list[ToEngine | Seated | Lost]:
+        """What has come since the last call, in order. Engine thread."""
+        taken: list[ToEngine | Seated | Lost] = []
+        while self._inbox:
+            taken.append(self._inbox.popleft())
+        return taken
+
+    def close(self, deadline_s: float) -> bool:
+        """Write what is queued, as far as the deadline allows, and hang up; False if the thread is left behind."""
+        self._closing.set()
+        self._ring()
+        self._thread.join(deadline_s)
+        if self._thread.is_alive():
+            return False
+        os.close(self._bell)
+        self._bell = -1
+        return True
+
+    def _ring(self) -> None:
+        with contextlib.suppress(OSError):
+            os.eventfd_write(self._bell, 1)
+
+    def _run(self) -> None:
+        while not self._closing.is_set() and not self._over:
+            pause_s = RETRY_S
+            try:
+                self._link = connect(self._seat.cache, time.monotonic() + START_S, self._linger_s, self._closing.is_set)
+                if self._link is None:
+                    self.refusal = "no keeper answers, and another engine may have the cache directory for itself"
+                else:
+                    self._greet(self._link)
+                    self._tell(Seated(self._line))
+                    try:
+                        self._serve(self._link)
+                    finally:
+                        self._tell(Lost())
+                    pause_s = 0.0
+            except OSError as error:  # a keeper that is just leaving, or was killed while we greeted it
+                self.refusal, pause_s = str(error), RECOVERY_RETRY_S
+            except (WireError, ShelfError) as error:
+                reason = str(error)
+                if reason != self.refusal:
+                    log.warning("no line to the keeper: %s", reason)
+                self.refusal = reason
+                pause_s = RECOVERY_RETRY_S if reason == RECOVERING else RETRY_S
+            if self._link is not None:
+                self._link.close()
+                self._link = None
+            self._closing.wait(pause_s)
+
+    def _greet(self, link: socket.socket) -> None:
+        """Say hello and take the seat. ShelfError: refused, or no answer in time."""
+        hello, descriptors = self._seat.greeting()
+        link.settimeout(GREETING_PAUSE_S)
+        socket.send_fds(link, [frame(hello)], descriptors)
+        end = time.monotonic() + START_S
+        frames, taken = Frames(ENGINE_DECODER), list[int]()
+        try:
+            while time.monotonic() < end and not self._closing.is_set():
+                try:
+                    data, extra, _, _ = link.recvmsg(READ_BYTES, socket.CMSG_SPACE(4 * 4), socket.MSG_CMSG_CLOEXEC)
+                except TimeoutError:
+                    continue
+                for level, kind, payload in extra:
+                    if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                        taken += array.array("i", payload[: len(payload) - len(payload) % 4])
+                if not data:
+                    raise ConnectionResetError("the keeper has hung up")
+                for message in frames.feed(data):
+                    if isinstance(message, Refused):
+                        raise ShelfError(message.reason)
+                    if not isinstance(message, Welcome):
+                        raise WireError("no welcome")
+                    given, taken = taken, []
+                    self._seat.take(message, given)
+                    self._line += 1
+                    self.refusal = ""
+                    self.seated.set()
+                    return
+            raise ShelfError("the keeper does not answer")
+        finally:
+            for descriptor in taken:
+                os.close(descriptor)
+
+    def _serve(self, link: socket.socket) -> None:
+        """Read and write until the line breaks or is closed."""
+        link.setblocking(False)
+        frames = Frames(ENGINE_DECODER)
+        unsent, watched = memoryview(b""), 0
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._bell, selectors.EVENT_READ)
+            while True:
+                closing = self._closing.is_set()
+                if not unsent:
+                    unsent = memoryview(self._following())
+                if closing and not unsent:
+                    return
+                if len(self._outbox) > QUEUE_MAX:
+                    log.warning("the keeper does not read what it is told")
+                    return
+                full = len(self._inbox) > INBOX_MAX
+                events = (0 if full else selectors.EVENT_READ) | (selectors.EVENT_WRITE if unsent else 0)
+                if events != watched:
+                    if watched:
+                        selector.unregister(link)
+                    if events:
+                        selector.register(link, events)
+                    watched = events
+                for key, mask in selector.select(FULL_PAUSE_S if full else None):
+                    if key.fileobj is not link:
+                        with contextlib.suppress(BlockingIOError):
+                            os.eventfd_read(self._bell)
+                        continue
+                    try:
+                        if mask & selectors.EVENT_READ and not self._receive(link, frames):
+                            return
+                        if mask & selectors.EVENT_WRITE:
+                            unsent = unsent[link.send(unsent) :]
+                    except BlockingIOError:
+                        continue
+                    except OSError:
+                        return
+
+    def _receive(self, link: socket.socket, frames: Frames) -> bool:
+        """Take what has come; False at the end."""
+        data = link.recv(READ_BYTES)
+        for message in frames.feed(data):
+            self._over |= isinstance(message, Farewell)
+            self._inbox.append(message)  # type: ignore[arg-type]
+        if data:
+            self._wake()
+        return bool(data)
+
+    def _following(self) -> bytes:
+        """The next messages, framed; those of an earlier connection are dropped."""
+        taken: list[bytes] = []
+        taken_bytes = 0
+        while self._outbox and taken_bytes < BUFFER_BYTES:
+            line, message = self._outbox.popleft()
+            if line == self._line:
+                taken.append(frame(message))
+                taken_bytes += len(taken[-1])
+        return b"".join(taken)
+
+    def _tell(self, message: Seated | Lost) -> None:
+        self._inbox.append(message)
+        self._wake()
+
+    def _close_in_child(self) -> None:
+        if self._link is not None:
+            self._link.close()
+        if self._bell >= 0:
+            os.close(self._bell)
+            self._bell = -1
+
+
+def _close_in_children(client: KeeperClient) -> None:
+    """A forked child must not keep the line of its parent open."""
+    reference = weakref.ref(client)
+
+    def close() -> None:
+        opened = reference()
+        if opened is not None:
+            opened._close_in_child()
+
+    os.register_at_fork(after_in_child=close)

@@ -1,0 +1,124 @@
+"""Starting a keeper, and finding one that is there.
+
+Whoever gets `keeper.lock` starts it and passes the locked descriptor on; everyone else tries the socket again. The
+keeper is made by exec, in a session of its own, and is nobody's child. Called by the client, on its thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from kvtier.cache_directory import CacheDirectory
+from kvtier.config import environment
+from kvtier.errors import ShelfError
+from kvtier.io.files import lock_exclusively
+from kvtier.keeper.server import SOCKET_NAME
+
+LOG_NAME = "keeper.log"
+LOG_BYTES_MAX = 1 << 20
+RETRY_S = 0.02
+_LOCK_DESCRIPTOR = 3
+
+
+def connect(
+    cache: CacheDirectory, deadline: float, linger_s: float, closing: Callable[[], bool]
+) -> socket.socket | None:
+    """A socket to the keeper, which is started if none answers; None if the monotonic `deadline` has passed.
+
+    Raises ShelfError if it cannot be started.
+    """
+    started = False
+    while not closing() and time.monotonic() < deadline:
+        link = _try_socket(cache)
+        if link is not None:
+            return link
+        if not started:
+            lock = cache.open_lock()
+            try:
+                if lock_exclusively(lock, 0.0) and _try_again(cache, lock):
+                    _spawn(cache, lock, linger_s)
+                    started = True
+            finally:
+                os.close(lock)
+        time.sleep(RETRY_S)
+    return None
+
+
+def _try_socket(cache: CacheDirectory) -> socket.socket | None:
+    link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        link.settimeout(1.0)
+        link.connect(f"/proc/self/fd/{cache.top}/{SOCKET_NAME}")
+        _, user, _ = struct.unpack("iII", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        if user != os.geteuid():
+            raise ShelfError(f"the keeper belongs to user {user}")
+    except OSError:
+        link.close()
+        return None
+    except ShelfError:
+        link.close()
+        raise
+    return link
+
+
+def _try_again(cache: CacheDirectory, lock: int) -> bool:
+    """Under the lock: it is that of this directory, and there is no keeper."""
+    if not cache.is_there():
+        raise ShelfError("the cache directory is gone or replaced")
+    return cache.is_current("keeper.lock", lock)
+
+
+def _spawn(cache: CacheDirectory, lock: int, linger_s: float) -> None:
+    """Run the keeper with the lock; the process that is our child ends at once."""
+    log = _open_log(cache)
+    null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    arguments = [str(cache.path), str(_LOCK_DESCRIPTOR), str(linger_s)]
+    actions = [(os.POSIX_SPAWN_DUP2, null, 0), (os.POSIX_SPAWN_DUP2, log, 1), (os.POSIX_SPAWN_DUP2, log, 2)]
+    actions.append((os.POSIX_SPAWN_DUP2, lock, _LOCK_DESCRIPTOR))
+    program = interpreter()
+    variables = environment() | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+    variables["PYTHONPATH"] = os.pathsep.join([str(PACKAGE_FOLDER), variables["PYTHONPATH"]])
+    try:
+        command = [program, "-m", "kvtier.keeper", *arguments]
+        child = os.posix_spawn(program, command, variables, file_actions=actions, setsid=True)
+    except OSError as error:
+        raise ShelfError(f"the keeper cannot be started: {error.strerror}") from None
+    finally:
+        os.close(null)
+        os.close(log)
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(child, 0)
+
+
+def interpreter() -> str:
+    """The Python that runs this; inside another program (the Triton server's stub) the one that belongs to it."""
+    candidates = [Path(sys.executable or "/nothing")]
+    for prefix in (sys.prefix, sys.base_prefix):
+        names = (f"python{sys.version_info.major}.{sys.version_info.minor}", "python3", "python")
+        candidates += [Path(prefix) / "bin" / name for name in names]
+    for candidate in candidates:
+        if candidate.name.startswith("python") and os.access(candidate, os.X_OK):
+            return str(candidate)
+    raise ShelfError(f"no Python found in {sys.prefix} to start the keeper with")
+
+
+def _open_log(cache: CacheDirectory) -> int:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        log = os.open(LOG_NAME, flags, 0o600, dir_fd=cache.top)
+        os.fchmod(log, 0o600)
+        if os.fstat(log).st_size > LOG_BYTES_MAX:
+            os.ftruncate(log, 0)
+    except OSError as error:
+        raise ShelfError(f"{LOG_NAME} in the cache directory cannot be written: {error.strerror}") from None
+    return log
+
+
+PACKAGE_FOLDER = Path(__file__).parent.parent.parent

@@ -1,0 +1,285 @@
+"""Engines on one cache directory, and everything that can happen to them and their keeper: never a wrong row."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.shelf_worker import Worker
+
+BOTH = ("dram", "nvme")
+Start = Callable[..., Worker]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts workers on one cache directory; all are closed in the end, and the keeper has left by then."""
+    workers: list[Worker] = []
+
+    def start_one(*arguments: float, name: str = "cache", opened: bool = True, linger_s: float = 2.0) -> Worker:
+        workers.append(Worker(tmp_path / name, *arguments, linger_s=linger_s))  # type: ignore[arg-type]
+        if opened:
+            assert workers[-1]("open", 30) == list(BOTH)
+        return workers[-1]
+
+    yield start_one
+    for worker in workers:
+        worker.close()
+
+
+def kill_keeper(worker: Worker) -> None:
+    """SIGKILL the keeper that a worker knows."""
+    os.kill(worker("keeper"), signal.SIGKILL)
+
+
+def test_what_one_engine_wrote_another_reads_and_back(start: Start) -> None:
+    a, b = start(), start()
+    for tier in BOTH:
+        assert a("write", tier, 1, 0, 20, 20) == 20
+        assert b("known", tier, 1, 0, 20, 10) == 20 and b("hits", tier, 1, 0, 20) == 20
+        assert b("write", tier, 2, 0, 10, 20) == 10
+        assert a("known", tier, 2, 0, 10, 10) == 10 and a("hits", tier, 2, 0, 10) == 10
+        assert b("write", tier, 1, 0, 20, 5) == 0, "nothing is written twice"
+    a("check"), b("check")
+    assert a("owner") != b("owner")
+
+
+def test_both_tiers_are_warm_for_an_engine_that_comes_after_the_last_has_gone(start: Start) -> None:
+    a = start()
+    for tier in BOTH:
+        assert a("write", tier, 1, 0, 20, 20) == 20
+    a.close()
+    b = start()
+    assert [b("hits", tier, 1, 0, 20) for tier in BOTH] == [20, 20]
+
+
+def test_nvme_is_warm_after_the_keeper_has_left(start: Start) -> None:
+    a = start(linger_s=0.2)
+    assert a("write", "nvme", 1, 0, 20, 20) == 20
+    keeper = a("keeper")
+    a.close()
+    wait_for_end(keeper)
+    b = start()
+    assert b("hits", "nvme", 1, 0, 20) == 20 and b("hits", "dram", 1, 0, 20) == 0
+
+
+def wait_for_end(process: int, timeout_s: float = 20.0) -> None:
+    """Until a process that is not our child is gone."""
+    end = time.monotonic() + timeout_s
+    while os.path.exists(f"/proc/{process}"):
+        assert time.monotonic() < end, "a process does not end"
+        time.sleep(0.02)
+
+
+def test_a_killed_keeper_is_replaced_and_both_tiers_are_warm(start: Start) -> None:
+    a, b = start(), start()
+    for tier in BOTH:
+        assert a("write", tier, 1, 0, 20, 20) == 20
+    before = a("keeper")
+    kill_keeper(a)
+    assert a("lost", 10) and a("joined", 20) and b("joined", 20)
+    assert a("keeper") == b("keeper") != before
+    c = start()
+    for tier in BOTH:
+        assert [worker("hits", tier, 1, 0, 20) for worker in (a, b, c)] == [20, 20, 20]
+        assert b("write", tier, 2, 0, 10, 20) == 10 and c("known", tier, 2, 0, 10, 10) == 10
+        assert a("hits", tier, 2, 0, 10) == c("hits", tier, 2, 0, 10) == 10
+    a("check"), b("check"), c("check")
+
+
+def test_reads_and_begun_writes_outlive_a_keeper_that_is_killed_meanwhile(start: Start) -> None:
+    a, b = start(), start()
+    for tier in BOTH:
+        assert a("write", tier, 1, 0, 20, 20) == 20 and b("known", tier, 1, 0, 20, 10) == 20
+    for tier in BOTH:
+        a("hang", "write")
+        begun = a("begin", tier, 3, 0, 1)
+        assert begun == 1
+        kill_keeper(a)
+        assert b("hits", tier, 1, 0, 20) == 20, "reading needs no keeper"
+        a("hang", "")
+        assert a("known", tier, 3, 0, 1, 20) == 1 and a("hits", tier, 3, 0, 1) == 1, "published to the new keeper"
+        assert b("known", tier, 3, 0, 1, 20) == 1 and b("hits", tier, 3, 0, 1) == 1
+        assert a("joined", 20) and b("joined", 20)
+    a("check"), b("check")
+
+
+def test_a_stopped_keeper_is_missed_by_nobody_and_goes_on(start: Start) -> None:
+    a, b = start(), start()
+    assert a("write", "dram", 1, 0, 20, 20) == 20 and b("known", "dram", 1, 0, 20, 10) == 20
+    keeper = a("keeper")
+    os.kill(keeper, signal.SIGSTOP)
+    try:
+        begun = time.monotonic()
+        assert b("hits", "dram", 1, 0, 20) == 20
+        assert time.monotonic() - begun < 2
+        ends = a("outcomes", "dram", 2, 0, 8)
+        assert set(ends) <= {"unanswered", None} and "unanswered" in ends
+    finally:
+        os.kill(keeper, signal.SIGCONT)
+    assert a("write", "dram", 3, 0, 10, 20) == 10 and b("known", "dram", 3, 0, 10, 10) == 10
+    assert b("hits", "dram", 3, 0, 10) == 10 and a("keeper") == keeper
+    a("check"), b("check")
+
+
+def test_a_killed_engine_gives_its_reservations_and_leases_back(start: Start) -> None:
+    a, b = start(12, 12 * 16384 + 100_000), start()
+    assert b("write", "dram", 1, 0, 6, 20) == 6 and a("known", "dram", 1, 0, 6, 10) == 6
+    assert a("lease", "dram", 1, 0, 3) == 3 and a("reserve", "dram", 4) == 4
+    assert b("write", "dram", 2, 0, 12, 2) > 0, "nobody else waits"
+    assert b("hits", "dram", 1, 0, 3) == 3, "leased rows stay"
+    a.kill()
+    assert b("write", "dram", 3, 0, 9, 20) >= 9 and b("hits", "dram", 3, 0, 9) == 9, "all but b's stock of 3"
+    assert b("hits", "dram", 1, 0, 3) == 0
+    b("check")
+
+
+def test_slots_of_a_dead_engine_are_kept_from_others_until_its_last_io_has_landed(start: Start) -> None:
+    a, b = start(12, 12 * 16384 + 100_000), start()
+    assert a("reserve", "nvme", 2) == 2 and b("reserve", "nvme", 1) == 1
+    orphan = take_descriptor(a.pid, a("slab", "nvme"))  # the same open file, as I/O in the kernel would hold it
+    held = b("settled", "nvme", 2)
+    a.kill()
+    try:
+        assert b("settled", "nvme", 2) == held > 3, "a dead engine's I/O may still land in its slots"
+    finally:
+        os.close(orphan)
+    assert b("used", "nvme", 1, 10) < held - 1
+    b("check")
+
+
+def take_descriptor(process: int, number: int) -> int:
+    """A descriptor of another process, the same open file: pidfd_open and pidfd_getfd."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    pidfd = os.pidfd_open(process)
+    try:
+        descriptor = libc.syscall(438, pidfd, number, 0)
+        if descriptor < 0:
+            pytest.skip(f"pidfd_getfd is refused here: {os.strerror(ctypes.get_errno())}")
+        return int(descriptor)
+    finally:
+        os.close(pidfd)
+
+
+def test_leases_outlive_the_keeper_and_guard_their_rows_under_the_next(start: Start) -> None:
+    a, b = start(8), start()
+    assert a("write", "dram", 1, 0, 4, 20) == 4 and a("lease", "dram", 1, 0, 4) == 4
+    kill_keeper(a)
+    assert a("lost", 10) and a("joined", 20) and b("joined", 20)
+    b("write", "dram", 2, 0, 20, 1)
+    assert a("hits", "dram", 1, 0, 4) == 4
+    a("release", "dram")
+    assert b("write", "dram", 3, 0, 5, 20) >= 5 and b("hits", "dram", 3, 0, 5) == 5
+
+
+def test_two_first_engines_at_once_have_one_keeper(start: Start) -> None:
+    workers = [start(opened=False) for _ in range(3)]
+    for worker in workers:
+        worker.start("open", 30)
+    assert [worker.answer() for worker in workers] == [list(BOTH)] * 3
+    assert len({worker("keeper") for worker in workers}) == 1
+    assert workers[0]("write", "dram", 1, 0, 9, 20) == 9 and workers[2]("known", "dram", 1, 0, 9, 10) == 9
+    assert workers[2]("hits", "dram", 1, 0, 9) == 9
+
+
+def test_a_forked_child_holds_nothing_of_its_parents(start: Start) -> None:
+    a, b = start(12), start()
+    assert a("reserve", "dram", 4) == 4
+    child = a("fork")
+    try:
+        a.kill()
+        assert b("write", "dram", 1, 0, 9, 20) >= 9 and b("hits", "dram", 1, 0, 9) == 9, "its slots are free"
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_a_cache_directory_removed_underneath_is_left_for_a_new_one(start: Start, tmp_path: Path) -> None:
+    a = start()
+    assert a("write", "nvme", 1, 0, 10, 20) == 10
+    keeper = a("keeper")
+    shutil.rmtree(tmp_path / "cache")
+    wait_for_end(keeper)
+    assert a("lost", 10) and a("hits", "nvme", 1, 0, 10) == 0 and a("outcomes", "dram", 2, 0, 2) == [None, None]
+    a("check")
+    b = start()
+    assert b("write", "nvme", 1, 0, 10, 20) == 10 and b("hits", "nvme", 1, 0, 10) == 10
+
+
+def test_files_are_private_whatever_the_umask(start: Start, tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        a = start()
+    finally:
+        os.umask(before)
+    assert a("write", "nvme", 1, 0, 5, 20) == 5
+    for folder, folders, files in os.walk(tmp_path / "cache"):
+        for name in folders:
+            assert os.stat(os.path.join(folder, name)).st_mode & 0o777 == 0o700
+        for name in files:
+            assert os.stat(os.path.join(folder, name)).st_mode & 0o777 == 0o600, name
+    assert os.stat(tmp_path / "cache").st_mode & 0o777 == 0o700
+    assert (tmp_path / "cache" / "keeper.sock").is_socket()
+
+
+def test_nvme_is_warm_after_everybody_was_killed_at_once(start: Start) -> None:
+    published, slowest_s = 0, 0.0
+    for cycle in range(5):
+        workers = [start(16, 400 * 16384) for _ in range(2)]
+        begun = time.monotonic()
+        assert workers[0]("hits", "nvme", 1, 0, published) >= 0.95 * published
+        slowest_s = max(slowest_s, time.monotonic() - begun)
+        assert workers[cycle % 2]("write", "nvme", 1, published, 20, 30) == 20
+        published += 20
+        workers[0].start("write", "nvme", 100 + cycle, 0, 8, 0.3)
+        os.kill(workers[1]("keeper"), signal.SIGKILL)
+        for worker in workers:
+            worker.kill()
+    last = start(16, 400 * 16384)
+    assert last("hits", "nvme", 1, 0, published) >= 0.95 * published == 95
+    assert last("stats", "nvme")["bad_row"] == 0
+    last("check")
+
+
+@pytest.mark.parametrize("cycles", [50])
+def test_kills_of_anybody_cost_no_row_and_hardly_a_hit(start: Start, cycles: int) -> None:
+    chance = random.Random(7)
+    workers = [start(400, 400 * 16384) for _ in range(3)]
+    published = dict.fromkeys(BOTH, 0)
+    slowest_s = 0.0
+    for cycle in range(cycles):
+        for worker in workers:
+            worker("joined", 30)
+        for tier in BOTH:
+            writer = chance.choice(workers)
+            writer("write", tier, 1, published[tier], 4, 30)
+            published[tier] += 4
+        busy = chance.choice(workers)
+        busy.start("write", chance.choice(BOTH), 1000 + cycle, 0, 3, 0.5)
+        victim = chance.choice([*workers, None])
+        time.sleep(chance.random() * 0.05)
+        begun = time.monotonic()
+        if victim is None:
+            os.kill(workers[0]("keeper") if busy is not workers[0] else workers[1]("keeper"), signal.SIGKILL)
+        else:
+            victim.kill()
+            workers[workers.index(victim)] = start()
+            slowest_s = max(slowest_s, time.monotonic() - begun)
+        if busy is not victim:
+            busy.answer()
+    for worker in workers:
+        assert worker("joined", 30)
+    for tier in BOTH:
+        counts = [worker("hits", tier, 1, 0, published[tier]) for worker in workers]
+        assert min(counts) >= 0.95 * published[tier], (tier, counts, published)
+        assert all(worker("stats", tier)["bad_row"] == 0 for worker in workers)
+    for worker in workers:
+        worker("check")
+    print(f"published {published}, hits {counts}, slowest start of a process {slowest_s:.2f} s")

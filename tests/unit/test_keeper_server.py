@@ -1,0 +1,272 @@
+"""The keeper's door: who is let in, who is not, and what nonsense costs. A real keeper, spoken to by bare sockets."""
+
+from __future__ import annotations
+
+import array
+import os
+import random
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvtier.cache_directory import CacheDirectory, layout_name
+from kvtier.keeper.owners import lock_byte, open_owners
+from kvtier.keeper.spawn import connect, interpreter
+from kvtier.keeper.wire import (
+    ENGINE_DECODER,
+    OWNERS_MAX,
+    PROTOCOL_VERSION,
+    Frames,
+    Granted,
+    Hello,
+    Join,
+    Refused,
+    Reserve,
+    Stop,
+    ToEngine,
+    ToKeeper,
+    Welcome,
+    frame,
+)
+from kvtier.record import NO_TENANT
+from tests.rows import LAYOUT, SLOT_BYTES
+
+HELLO = Hello(PROTOCOL_VERSION, layout_name(LAYOUT), LAYOUT.row_bytes, LAYOUT.slice_bytes, [64 * SLOT_BYTES, 0], "lru")
+
+
+class Caller:
+    """A bare connection to the keeper of a cache directory."""
+
+    def __init__(self, cache: CacheDirectory) -> None:
+        link = connect(cache, time.monotonic() + 30, 0.5, lambda: False)
+        assert link is not None
+        self.link = link
+        self.link.settimeout(20)
+        self._cache = cache
+        self._frames = Frames(ENGINE_DECODER)
+        self._messages: list[ToEngine] = []
+
+    def say(self, message: ToKeeper) -> None:
+        self.link.sendall(frame(message))
+
+    def hear(self) -> ToEngine | None:
+        """The next message; None when the keeper has hung up."""
+        while not self._messages:
+            try:
+                data, extra, _, _ = self.link.recvmsg(65536, 256)
+            except ConnectionError:
+                return None
+            for _, _, payload in extra:
+                for descriptor in array.array("i", payload):
+                    os.close(descriptor)
+            if not data:
+                return None
+            self._messages += self._frames.feed(data)  # type: ignore[arg-type]
+        return self._messages.pop(0)
+
+    def hear_the_end(self) -> bool:
+        """Whether the keeper hangs up."""
+        while self.hear() is not None:
+            pass
+        return True
+
+    def join(self) -> int:
+        """Greet, lock and join; the number. The lock lives until the cache directory is closed."""
+        self.say(HELLO)
+        welcome = self.hear()
+        assert isinstance(welcome, Welcome), welcome
+        assert lock_byte(self._cache.hold(open_owners(self._cache.top)), welcome.owner)
+        self.say(Join([], []))
+        return welcome.owner
+
+    def reserve(self, count: int, deadline_ns: int) -> int:
+        """How many slots are granted."""
+        self.say(Reserve(5, 0, count, NO_TENANT, deadline_ns))
+        while not isinstance(answer := self.hear(), Granted):
+            assert answer is not None
+        return len(answer.grants)
+
+
+Call = Callable[[], Caller]
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Iterator[CacheDirectory]:
+    opened = CacheDirectory(tmp_path / "cache", None)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def call(cache: CacheDirectory) -> Iterator[Callable[[], Caller]]:
+    """Opens connections; all are closed in the end."""
+    callers: list[Caller] = []
+
+    def call_once() -> Caller:
+        callers.append(Caller(cache))
+        return callers[-1]
+
+    yield call_once
+    for caller in callers:
+        caller.link.close()
+
+
+def later() -> int:
+    return time.monotonic_ns() + 10**10
+
+
+def test_another_protocol_is_refused_and_told_why(call: Call) -> None:
+    caller = call()
+    caller.say(msgspec.structs.replace(HELLO, version=PROTOCOL_VERSION - 1))
+    answer = caller.hear()
+    assert isinstance(answer, Refused) and f"the keeper speaks {PROTOCOL_VERSION}" in answer.reason
+    assert caller.hear() is None
+    assert call().join() == 0, "the keeper goes on"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"row_bytes": 4097}, "geometry"),
+        ({"row_bytes": 100, "slice_bytes": 100}, "geometry"),
+        ({"policy": "best"}, "eviction"),
+        ({"owner": 3}, "without its lock"),
+    ],
+)
+def test_an_impossible_greeting_is_refused(call: Call, changes: dict[str, object], reason: str) -> None:
+    caller = call()
+    caller.say(msgspec.structs.replace(HELLO, **changes))
+    answer = caller.hear()
+    assert isinstance(answer, Refused) and reason in answer.reason
+
+
+def test_64_engines_are_served_and_the_65th_is_refused_until_one_has_gone(call: Call) -> None:
+    callers = [call() for _ in range(OWNERS_MAX)]
+    assert [caller.join() for caller in callers] == list(range(OWNERS_MAX))
+    late = call()
+    late.say(HELLO)
+    answer = late.hear()
+    assert isinstance(answer, Refused) and "64 engines" in answer.reason
+    assert callers[0].reserve(1, later()) == callers[-1].reserve(1, later()) == 1
+
+
+def test_an_engine_that_has_not_locked_its_number_cannot_join(call: Call) -> None:
+    caller = call()
+    caller.say(HELLO)
+    assert isinstance(caller.hear(), Welcome)
+    caller.say(Join([], []))
+    assert caller.hear() is None
+
+
+@pytest.mark.parametrize("message", [Reserve(1, 0, 1, NO_TENANT, 1 << 61), Join([], [])], ids=["reserve", "join"])
+def test_nobody_is_served_before_a_greeting(call: Call, message: ToKeeper) -> None:
+    caller = call()
+    caller.say(message)
+    assert caller.hear() is None
+
+
+def test_what_comes_after_its_deadline_is_dropped(call: Call) -> None:
+    caller = call()
+    caller.join()
+    caller.say(Reserve(4, 0, 60, NO_TENANT, time.monotonic_ns() - 1))
+    assert caller.reserve(64, later()) == 64, "the first was not granted"
+
+
+def test_who_comes_back_has_what_it_names_and_the_rest_is_free(call: Call) -> None:
+    first = call()
+    owner = first.join()
+    assert first.reserve(10, later()) == 10
+    again = call()
+    again.say(msgspec.structs.replace(HELLO, owner=owner))
+    welcome = again.hear()
+    assert isinstance(welcome, Welcome) and welcome.owner == owner
+    again.say(Join([], []))
+    assert again.reserve(64, later()) == 64
+    assert first.hear_the_end(), "the line from before is over"
+
+
+def test_ten_thousand_messages_of_nonsense_cost_their_sender_its_line_and_nobody_else(call: Call) -> None:
+    chance = random.Random(1)
+    good = call()
+    good.join()
+    seeds = [frame(one) for one in (HELLO, Join([], []), Reserve(1, 0, 9, NO_TENANT, 1 << 61), Stop(1))]
+    sent = hung_up = 0
+    while sent < 10_000:
+        bad = call()
+        if chance.random() < 0.5:
+            bad.say(HELLO)
+        for _ in range(200):
+            data = bytearray(chance.choice(seeds[:3]))
+            for _ in range(chance.randrange(1, 4)):
+                data[chance.randrange(len(data))] = chance.randrange(256)
+            sent += 1
+            try:
+                bad.link.sendall(data)
+            except OSError:
+                hung_up += 1
+                break
+        bad.link.close()
+    assert hung_up > 50
+    assert good.reserve(8, later()) == 8, "the keeper goes on"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_another_user_is_refused_though_it_could_reach_the_socket(cache: CacheDirectory, call: Call) -> None:
+    good = call()
+    good.join()
+    os.chmod(cache.path / "keeper.sock", 0o666)
+    program = (
+        "import os, socket, sys\n"
+        "os.chdir(sys.argv[1]); os.setuid(65534)\n"
+        "link = socket.socket(socket.AF_UNIX); link.settimeout(20)\n"
+        "link.connect('keeper.sock')\n"
+        "link.sendall(bytes.fromhex(sys.argv[2]))\n"
+        "try:\n    print(len(link.recv(1000)))\nexcept ConnectionError:\n    print(0)\n"
+    )
+    os.chmod(cache.path, 0o755)
+    try:
+        command = [sys.executable, "-c", program, str(cache.path), frame(HELLO).hex()]
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    finally:
+        os.chmod(cache.path, 0o700)
+    assert answer.stdout.strip() == "0" or "Permission denied" in answer.stderr, answer
+    assert good.reserve(1, later()) == 1
+
+
+def test_asked_to_stop_the_keeper_leaves_when_nobody_is_there(cache: CacheDirectory, call: Call) -> None:
+    first = call()
+    first.say(HELLO)
+    welcome = first.hear()
+    assert isinstance(welcome, Welcome)
+    first.link.close()
+    stopper = call()
+    stopper.say(Stop(PROTOCOL_VERSION))
+    assert stopper.hear() is None
+    end = time.monotonic() + 20
+    while os.path.exists(f"/proc/{welcome.pid}"):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    assert not (cache.path / "keeper.sock").exists()
+    assert isinstance(call().link, socket.socket), "and the next one is started"
+
+
+def test_a_cache_directory_with_a_path_longer_than_an_address_is_served(tmp_path: Path) -> None:
+    opened = CacheDirectory(tmp_path / ("long" * 40) / "cache", None)
+    caller = Caller(opened)
+    assert caller.join() == 0
+    caller.link.close()
+    opened.close()
+
+
+def test_the_interpreter_is_found_inside_a_foreign_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/opt/server/some_stub")
+    found = interpreter()
+    code = "import sys; print(sys.version_info[:2])"
+    answer = subprocess.run([found, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    assert answer.stdout.strip() == str(sys.version_info[:2])

@@ -1,0 +1,115 @@
+"""The keeper's messages: what goes in comes out, and whatever else comes is refused without harm."""
+
+from __future__ import annotations
+
+import random
+import struct
+
+import msgspec
+import pytest
+
+from kvtier.keeper.wire import (
+    ENGINE_DECODER,
+    FRAME_BYTES_MAX,
+    KEEPER_DECODER,
+    ROWS_MAX,
+    Abandon,
+    Drop,
+    Frames,
+    Hello,
+    Here,
+    Publish,
+    Reserve,
+    Snapshot,
+    Touch,
+    WireError,
+    frame,
+    pieces,
+)
+from kvtier.record import NO_TENANT, Record
+
+RECORD = Record(bytes(range(32)), 7, 9, 3, bytes(24), -2, 5, bytes(range(16)))
+HELLO = Hello(1, "0" * 32, 12288, 4096, [1, 2], "lru")
+MESSAGES = [
+    HELLO,
+    Reserve(1, 0, 5, NO_TENANT, 10),
+    Publish(2, 1, [RECORD], 10, lease=True),
+    Abandon(0, [(1, 2), (3, 4)]),
+    Drop(1, [(5, 6)]),
+    Touch(0, 1.5, True, [bytes(32)]),
+]
+
+
+def test_messages_come_out_as_they_went_in_however_they_are_cut() -> None:
+    data = b"".join(map(frame, MESSAGES))
+    for step in (1, 7, len(data)):
+        frames = Frames(KEEPER_DECODER)
+        got = [message for start in range(0, len(data), step) for message in frames.feed(data[start : start + step])]
+        assert got == MESSAGES
+    (here,) = Frames(ENGINE_DECODER).feed(frame(Here(1, [RECORD])))
+    assert isinstance(here, Here) and here.rows[0] == RECORD
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Reserve(1, 0, 0, NO_TENANT, 10),
+        Reserve(1, 0, ROWS_MAX + 1, NO_TENANT, 10),
+        Reserve(1, 2, 1, NO_TENANT, 10),
+        Reserve(1, 0, 1, b"short", 10),
+        Reserve(-1, 0, 1, NO_TENANT, 10),
+        Publish(1, 0, [RECORD._replace(block_hash=bytes(31))], 10),
+        Publish(1, 0, [RECORD._replace(slot=-1)], 10),
+        Publish(1, 0, [RECORD._replace(generation=1 << 63)], 10),
+        Publish(1, 0, [RECORD._replace(sums=bytes(8 * 4096))], 10),
+        Publish(1, 0, [RECORD] * (ROWS_MAX + 1), 10),
+        Drop(0, [(1, -1)]),
+        Touch(0, 1.5, True, [bytes(33)]),
+        msgspec.structs.replace(HELLO, layout="../" * 10 + "ab"),
+        msgspec.structs.replace(HELLO, budgets=[1]),
+        msgspec.structs.replace(HELLO, owner=64),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_what_is_out_of_bounds_is_no_message(message: Reserve) -> None:
+    with pytest.raises(WireError):
+        list(Frames(KEEPER_DECODER).feed(frame(message)))
+
+
+def test_a_frame_that_is_too_long_is_refused_before_it_is_there() -> None:
+    with pytest.raises(WireError, match="a frame of"):
+        list(Frames(KEEPER_DECODER).feed(struct.pack("<I", FRAME_BYTES_MAX + 1)))
+
+
+def test_what_the_keeper_says_is_nothing_an_engine_may_say() -> None:
+    with pytest.raises(WireError):
+        list(Frames(KEEPER_DECODER).feed(frame(Snapshot(0, [], last=True))))
+
+
+def test_ten_thousand_random_frames_raise_nothing_else() -> None:
+    chance = random.Random(3)
+    good = [frame(message) for message in MESSAGES]
+    refused = accepted = 0
+    for _ in range(10_000):
+        data = bytearray(chance.choice(good))
+        for _ in range(chance.randrange(1, 4)):
+            kind = chance.randrange(3)
+            if len(data) <= 4:
+                break
+            place = chance.randrange(4, len(data))
+            if kind == 0:
+                data[place] ^= 1 << chance.randrange(8)
+            elif kind == 1:
+                del data[place:]
+            else:
+                data[place:place] = chance.randbytes(chance.randrange(1, 9))
+        data[:4] = struct.pack("<I", max(0, len(data) - 4))
+        try:
+            accepted += len(list(Frames(KEEPER_DECODER).feed(bytes(data))))
+        except WireError:
+            refused += 1
+    assert refused > 5000 and accepted > 100
+
+
+def test_pieces_are_bounded_and_whole() -> None:
+    assert list(pieces(range(5), 2)) == [[0, 1], [2, 3], [4]] and list(pieces([], 2)) == []
