@@ -188,7 +188,7 @@ def test_faults_below_the_shelves_change_no_token_and_are_counted(
 
 
 HUNG = ShelfLimits(late_s=0.3, pause_s=0.5)
-PROMPT_S = 6.0
+ANSWER_S = 6.0
 """Much less than the 30 s after which a request is given up, much more than deadlines and a crowded machine cost."""
 
 
@@ -204,13 +204,15 @@ def test_a_disk_that_hangs_for_good_costs_a_deadline_and_no_request_though_hbm_i
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    calls = inject(monkeypatch, (Tier.NVME,), [Fault(call, first, Effect.HANG, sticky=True)], HUNG)
+    calls = inject(monkeypatch, (Tier.NVME,), [], HUNG)
     engine = Engine(config(checkpoint, tmp_path / "cache", hbm=HBM_BLOCKS + (dram == 0), dram=dram))
+    first += calls.count(call)
+    calls.inject([Fault(call, first, Effect.HANG, sticky=True)])
     try:
         for rounds, expected in workloads[:2]:
             answers = serve(engine, rounds)
             assert_same(answers, expected)
-            assert max(answer.seconds for answer in answers) < PROMPT_S, [answer.seconds for answer in answers]
+            assert max(answer.seconds for answer in answers) < ANSWER_S, [answer.seconds for answer in answers]
         assert failures(engine, "late")[Tier.NVME] > 0 and calls.count(call) >= first
         kept = engine._store.slot_count - engine._store.available_count
         assert kept <= engine._store.slot_count - engine._store.usable_count, f"{kept} slots are kept by hung transfers"
@@ -228,7 +230,7 @@ def test_a_disk_that_hangs_and_comes_back_is_used_again(
     checkpoint: Path, workloads: list[Workload], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rounds, expected = workloads[0]
-    script = [Fault(call, 4, Effect.HANG, sticky=True) for call in (Call.READ, Call.WRITE)]
+    script = [Fault(call, 6, Effect.HANG, sticky=True) for call in (Call.READ, Call.WRITE)]
     calls = inject(monkeypatch, (Tier.NVME,), script, HUNG)
     with Engine(config(checkpoint, tmp_path / "cache")) as engine:
         assert_same(serve(engine, rounds), expected)
