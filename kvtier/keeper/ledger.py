@@ -196,6 +196,10 @@ class Ledger:
         self._grants.pop(owner, None)
         self._leases.pop(owner, None)
 
+    def rows_of(self, hashes: Sequence[BlockHash]) -> list[Record]:
+        """The rows of those blocks that are here."""
+        return [record for block_hash in hashes for record in self._directory.find([block_hash])]
+
     def take_changes(self) -> list[Gone | Here]:
         """What mirrors must be told, in order, since the last call."""
         changes, self._changes = self._changes, []

@@ -18,8 +18,9 @@ from kvtier.io.base import SystemCalls
 from kvtier.io.threads import ThreadsEngine
 from kvtier.keeper.client import KeeperClient
 from kvtier.keeper.kept import DRAM, NVME
+from kvtier.keeper.link import Link
 from kvtier.keeper.seat import Seat
-from kvtier.keeper.shared import Link, SharedBooks
+from kvtier.keeper.shared import SharedBooks
 from kvtier.shelf import Shelf
 from kvtier.shelves import row_format
 from kvtier.ticket import ShelfLimits
@@ -90,11 +91,18 @@ class SharedShelves:
         return None
 
     def close(self) -> None:
-        """Hang up, unless a shelf is still open; the close of the last one does it too."""
-        if not self.books and not self._closed:
-            self._closed = True
-            ended = self.link.client.close(CLOSE_S)
-            self.seat.close(self._stuck or not ended)
+        """Close what is open, and hang up."""
+        for shelf in list(self.shelves.values()):
+            shelf.close(CLOSE_S)
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        """End the line and give the number up, once no shelf is open any more."""
+        if self.books or self._closed:
+            return
+        self._closed = True
+        ended = self.link.client.close(CLOSE_S)
+        self.seat.close(self._stuck or not ended)
 
     def _make(self, tier: Tier, index: int) -> Shelf:
         shared = self.seat.slabs[index]
@@ -106,6 +114,6 @@ class SharedShelves:
             self._stuck |= stuck > 0
             books.close()
             del self.books[tier]
-            self.close()
+            self._hang_up()
 
         return Shelf(tier, self._form, shared.slab, books, engine, self._limits, close_files)

@@ -34,6 +34,7 @@ from kvtier.keeper.wire import (
     Farewell,
     Granted,
     Hello,
+    Here,
     Join,
     Numbers,
     Publish,
@@ -65,6 +66,7 @@ SNAPSHOT_ROWS = 512
 GREETINGS_MAX = 128
 """Connections that have not joined yet."""
 
+DUPLICATE = PublishOutcome.DUPLICATE
 _OUTCOMES = {PublishOutcome.PUBLISHED: 0, PublishOutcome.DUPLICATE: 1, PublishOutcome.STALE: 2}
 _CREDENTIALS = struct.Struct("iII")
 RECOVERING = "recovering: engines of the keeper before this one have not come yet"
@@ -207,6 +209,9 @@ class Server:
             self._tell()
             outcomes = ledger.publish(owner, message.rows, message.lease, now)
             self._tell(but=connection)  # it knows what it has published when it hears of it
+            twice = [row.block_hash for row, end in zip(message.rows, outcomes, strict=True) if end is DUPLICATE]
+            if twice:
+                connection.send(Here(message.tier, as_rows(ledger.rows_of(twice))))
             connection.send(Published(message.number, [_OUTCOMES[outcome] for outcome in outcomes]))
         elif isinstance(message, Acquire):
             connection.send(Acquired(message.number, ledger.acquire(owner, message.grants)))

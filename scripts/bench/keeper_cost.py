@@ -56,7 +56,10 @@ def main(block_count: int, rounds: int) -> None:
             grants = books.reserve(block_count, NO_TENANT)
             mark = note(took, "reserve", mark)
             assert len(grants) == block_count
-            records = [Record(block_hash, *grant, depth, SUMS) for depth, (block_hash, grant) in enumerate(zip(hashes, grants))]
+            records = [
+                Record(block_hash, *grant, depth, SUMS)
+                for depth, (block_hash, grant) in enumerate(zip(hashes, grants, strict=True))
+            ]
             mark = time.thread_time()
             books.publish(records, time.monotonic())
             note(took, "publish", mark)
@@ -74,7 +77,7 @@ def main(block_count: int, rounds: int) -> None:
                 keeper_s += cpu_s(keeper) - before
         for name, values in spent_ms.items():
             print(f"engine thread, {name}: median {statistics.median(values):.2f} ms, worst {max(values):.2f} ms")
-        total = [sum(values) for values in zip(*spent_ms.values())]
+        total = [sum(values) for values in zip(*spent_ms.values(), strict=True)]
         print(f"engine thread, all of {block_count} blocks: median {statistics.median(total):.2f} ms")
         print(f"keeper: {1000 * keeper_s / rounds:.1f} ms of CPU a round")
         for shelf in shared.shelves.values():

@@ -148,8 +148,14 @@ def test_an_engine_that_is_killed_leaves_its_work_to_the_others(
     for prompt, tokens in zip(PROMPTS, expected, strict=True):
         assert b.ask("generate", prompt)[0] == tokens, "a keeper's death is nobody's error"
     c = start()
-    answer, origin = c.ask("generate", PROMPTS[0])
-    assert answer == expected[0] and origin["dram"] + origin["nvme"] == 6 * BLOCK
+    assert c.ask("generate", PROMPTS[5])[0] == expected[5]
+    c.ask("settle")
+    answer, origin = b.ask("generate", [*PROMPTS[5][:-1], 7])
+    assert origin["hbm"] + origin["dram"] + origin["nvme"] == 6 * BLOCK
+    fresh = [token % 280 + 9 for token in range(6 * BLOCK + 5)]
+    (first, _), _ = c.ask("generate", fresh), c.ask("settle")
+    answer, origin = b.ask("generate", fresh)
+    assert answer == first and origin["dram"] == 6 * BLOCK, "both are with the new keeper"
 
 
 def keepers(cache: Path) -> list[int]:

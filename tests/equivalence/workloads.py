@@ -39,7 +39,7 @@ class Round:
 
 
 def make_workload(seed: int, block_tokens: int, vocab: int, longest: int, outputs: int = 12) -> list[Round]:
-    """Rounds: fresh, a crowd whose answers outgrow a small HBM, then prefixes again from HBM, from DRAM and from NVMe."""
+    """Rounds: fresh, a crowd whose answers outgrow a small HBM, then prefixes again from HBM, DRAM and NVMe."""
     rng = random.Random(seed)
 
     def tokens(count: int) -> list[int]:

@@ -79,13 +79,15 @@ def test_generate_with_chat_puts_the_template_around_the_prompt(checkpoint: Path
     assert chat["prompt_token_count"] > plain["prompt_token_count"]  # type: ignore[operator]
 
 
-def test_the_nvme_tier_is_warm_for_the_next_command(checkpoint: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("sharing", "tier"), [("false", "nvme"), ("true", "dram")])
+def test_a_shelf_is_warm_for_the_next_command(checkpoint: Path, tmp_path: Path, sharing: str, tier: str) -> None:
     text = "the sea and the island and the rain " * 6
     options = ["--json", "--max-tokens", 2, *SMALL, "--nvme", "8MiB", "--cache-dir", tmp_path / "kv"]
+    options += ["--set", f"sharing={sharing}", "--set", "tiers.linger_s=20"]
     [first] = objects(run("generate", checkpoint, text, *options))
     [second] = objects(run("generate", checkpoint, text, *options))
-    assert first["origin"]["nvme"] == 0  # type: ignore[index]
-    assert second["origin"]["nvme"] >= 32  # type: ignore[index]
+    assert first["origin"][tier] == 0  # type: ignore[index]
+    assert second["origin"][tier] >= 32  # type: ignore[index]
     assert second["text"] == first["text"]
 
 

@@ -20,7 +20,7 @@ def test_sizes_are_bytes_or_a_share(text: object, value: float) -> None:
 
 @pytest.mark.parametrize("text", ["12 MoB", "MiB", "-1", "1.5", 1.5, True, "nan", None, [1], "1e3", 2**60])
 def test_anything_else_is_no_size(text: object) -> None:
-    with pytest.raises(ValueError, match="size|share"):
+    with pytest.raises(ValueError, match=r"size|share"):
         parse_bytes(text)
 
 

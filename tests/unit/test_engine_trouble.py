@@ -237,7 +237,7 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> SlowDisk:
 def test_requests_are_served_while_a_shelf_opens_and_numbers_are_given(
     checkpoint: Path, tmp_path: Path, slow_disk: SlowDisk
 ) -> None:
-    with opened(checkpoint, tiers__nvme__bytes="8MiB", tiers__nvme__path=tmp_path / "cache") as engine:
+    with opened(checkpoint, tiers__nvme__bytes="8MiB", tiers__nvme__path=tmp_path / "cache", sharing=False) as engine:
         engine.generate([PROMPTS[0]], GREEDY)
         assert slow_disk.entered.wait(10)
         assert len(engine.generate(PROMPTS, GREEDY)) == len(PROMPTS)
@@ -250,7 +250,7 @@ def test_requests_are_served_while_a_shelf_opens_and_numbers_are_given(
 def test_a_shelf_that_opens_after_the_close_is_closed_and_its_directory_free_again(
     checkpoint: Path, tmp_path: Path, slow_disk: SlowDisk
 ) -> None:
-    with opened(checkpoint, tiers__nvme__bytes="8MiB", tiers__nvme__path=tmp_path / "cache") as engine:
+    with opened(checkpoint, tiers__nvme__bytes="8MiB", tiers__nvme__path=tmp_path / "cache", sharing=False) as engine:
         engine.generate([PROMPTS[0]], GREEDY)
         assert slow_disk.entered.wait(10)
         started = time.monotonic()
@@ -258,7 +258,7 @@ def test_a_shelf_that_opens_after_the_close_is_closed_and_its_directory_free_aga
     slow_disk.let.set()
     wait_for(lambda: not any(thread.name == "kvtier-opener" for thread in threading.enumerate()))
     assert len(slow_disk.shelves) == 1 and slow_disk.shelves[0]._closed
-    with opened(checkpoint, tiers__nvme__bytes="8MiB", tiers__nvme__path=tmp_path / "cache") as engine:
+    with opened(checkpoint, tiers__nvme__bytes="8MiB", tiers__nvme__path=tmp_path / "cache", sharing=False) as engine:
         engine.generate([PROMPTS[0]], GREEDY)
         while "nvme_slots_total" not in engine.stats():
             engine.generate([PROMPTS[1]], GREEDY)
@@ -371,6 +371,7 @@ def test_an_hbm_that_a_hung_disk_could_keep_whole_is_refused_with_a_way_out(chec
     nvme: dict[str, object] = {
         "tiers__nvme__bytes": "1MiB",
         "tiers__nvme__path": tmp_path / "cache",
+        "sharing": False,
         "io__readers": 4,
         "io__writers": 2,
     }
