@@ -18,10 +18,11 @@ from kvtier.client import Client, Response
 
 OVERRIDES = {
     "dtype": "float32",  # exact to the bit, however a prompt was computed: the same answer is no luck then
-    "tiers.hbm.bytes": "136MiB",  # 96 blocks of 1,440 KiB: 3,072 tokens
+    "tiers.hbm.bytes": "142MiB",  # 100 blocks of 1,440 KiB, 4 of them spare: 3,072 tokens
     "tiers.dram.bytes": "280MiB",  # 198 blocks
     "tiers.nvme.bytes": "1GiB",
     "tiers.nvme.policy": "through",
+    "eviction": "lru",
     "sharing": False,  # whatever else runs here: the origins shall be those of the script
 }
 PROMPT = ledger("Northgate", 107)

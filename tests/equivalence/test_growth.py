@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from engines import wait_for
 from tiny import make_checkpoint
 
 from kvtier import Engine, EngineConfig, SamplingParams
@@ -66,6 +67,7 @@ def test_two_thousand_requests_leave_no_trace(engine: Engine) -> None:
     serve(engine, chance, REQUESTS - WARM_REQUESTS)
     grown = used_bytes() - warm
     engine.evict("hbm")
+    wait_for(lambda: engine.stats()["waiting_writes"] == 0 and not engine._store.busy)  # what goes on to NVMe
     stats = engine.stats()
     assert stats["dram_evictions"] > 200 and stats["nvme_evictions"] > 200 and stats["hbm_evictions"] > 200
     assert grown < GROWTH_BYTES, f"{grown} bytes more after {REQUESTS} requests than after {WARM_REQUESTS}"
@@ -80,6 +82,7 @@ def assert_nothing_left(engine: Engine) -> None:
     assert not scheduler.sequences and not scheduler._stalled
     promoter, demoter = store._promoter, store._demoter
     assert not promoter._by_hash and not promoter._by_ticket
+    assert not demoter._onward and not demoter._drains
     assert not demoter._writes and not any(demoter._wishes.values()) and not any(demoter._writing.values())
     for shelf in store._shelves.values():
         assert shelf.in_flight == 0 and not shelf._writing
