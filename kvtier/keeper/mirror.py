@@ -64,10 +64,11 @@ class Mirror:
 
     def remove(self, slots: Iterable[int]) -> None:
         """What these held is gone."""
+        at, by_hash = self._at, self._records
         for slot in slots:
-            record = self._at.pop(slot, None)
+            record = at.pop(slot, None)
             if record is not None:
-                del self._records[record.block_hash]
+                del by_hash[record.block_hash]
 
     def oldest(self, count: int) -> list[Record]:
         """Up to `count` records in order."""

@@ -268,8 +268,10 @@ class SharedBooks:
         if question is None:
             return False
         records, _ = question
-        outcomes = [_OUTCOMES[outcome] for outcome in message.outcomes]
-        here = [r for r, outcome in zip(records, outcomes, strict=False) if outcome is PublishOutcome.PUBLISHED]
+        outcomes = list(map(_OUTCOMES.__getitem__, message.outcomes))
+        here = records
+        if any(message.outcomes):
+            here = [r for r, outcome in zip(records, outcomes, strict=False) if outcome is PublishOutcome.PUBLISHED]
         (self._mirror if self._coming is None else self._coming).add(here)
         for record in records:
             self._out.pop(record.slot, None)
