@@ -70,18 +70,19 @@ class ShelfUser:
         self.shelf = shelf
         self.now = time.monotonic()
         self._bell = bell
+        self._ended: dict[int, ShelfDone] = {}
 
     def finish(self, tickets: Sequence[int | None], timeout_s: float = 20.0) -> list[ShelfDone | None]:
-        """How each ticket ended; None for what was not taken."""
+        """How each ticket ended; None for what was not taken. The ends of others are kept for their own call."""
         wanted = {ticket for ticket in tickets if ticket is not None}
-        ended: dict[int, ShelfDone] = {}
+        ended = self._ended
         end = time.monotonic() + timeout_s
         while wanted - set(ended):
             assert time.monotonic() < end, f"{len(wanted - set(ended))} transfers did not end"
             ended |= {done.ticket: done for done in self.shelf.poll(self.now)}
             if wanted - set(ended):
                 self._bell.wait(0.05)
-        return [None if ticket is None else ended[ticket] for ticket in tickets]
+        return [None if ticket is None else ended.pop(ticket) for ticket in tickets]
 
     def write(self, hashes: Sequence[bytes], sums: bytes | None = None) -> list[ShelfDone | None]:
         """Write the payloads of `hashes` as one chain, in pieces that the shelf has room for."""

@@ -18,7 +18,7 @@ from kvtier.errors import ShelfError
 from kvtier.io.faulty import Call, Effect, Fault, FaultyCalls, seeded_faults
 from kvtier.shelf import ReadItem, ShelfDone, ShelfLimits, ShelfOutcome, WriteItem
 from kvtier.tiers.slab import SLAB_NAME, SUPERBLOCK_BYTES
-from tests.rows import LAYOUT, SLOT_BYTES, ShelfUser, aligned, block_hashes, filled, nvme_user
+from tests.rows import IO, LAYOUT, SLOT_BYTES, ShelfUser, aligned, block_hashes, filled, nvme_user
 
 HASHES = block_hashes(50)
 LIMITS = ShelfLimits(in_flight_max=8, failures_max=3, pause_s=5.0, late_s=5.0)
@@ -261,37 +261,53 @@ def test_reads_go_on_while_a_full_disk_takes_no_writes(faulty: tuple[ShelfUser, 
     assert outcomes(user.write(HASHES[21:25])) == [ShelfOutcome.DONE] * 4
 
 
+def until_called(calls: FaultyCalls, call: Call, count: int) -> None:
+    """Wait until this many calls have begun: each worker is stuck in one then."""
+    end = time.monotonic() + 20
+    while calls.count(call) < count:
+        assert time.monotonic() < end, calls.count(call)
+        time.sleep(0.001)
+
+
 def test_hung_writes_block_no_read_and_open_the_breaker_and_keep_their_slots(
     faulty: tuple[ShelfUser, FaultyCalls],
 ) -> None:
     user, calls = faulty
+    begun = calls.count(Call.WRITE)
     later(calls, Call.WRITE, Effect.HANG)
     tickets = user.shelf.write([WriteItem(h, 0, filled(h)) for h in HASHES[20:24]], user.now)
     assert None not in tickets
+    until_called(calls, Call.WRITE, begun + IO.writers)
     user.shelf.poll(user.now)
     assert user.hits(HASHES[:20]) == 20
     user.now += 6
     assert user.shelf.poll(user.now) == []
     assert user.shelf.stats()["late"] == 4 and user.shelf.stats()["breaker_openings"] == 1
-    assert user.write(HASHES[30:31]) == [None] and user.shelf.used_count == 24 and user.hits(HASHES[:20]) == 20
+    assert user.write(HASHES[30:31]) == [None] and user.hits(HASHES[:20]) == 20
+    assert user.shelf.used_count == 20 + IO.writers, "those that had not started gave their slots back"
     calls.release()
-    assert outcomes(user.finish(tickets)) == [ShelfOutcome.DONE] * 4
-    assert user.hits(HASHES[:24]) == 24 and outcomes(user.write(HASHES[30:31])) == [ShelfOutcome.DONE]
+    ended = outcomes(user.finish(tickets))
+    assert ended == [ShelfOutcome.DONE] * IO.writers + [ShelfOutcome.REFUSED] * (4 - IO.writers)
+    assert user.hits(HASHES[:24]) == 20 + IO.writers
+    assert outcomes(user.write(HASHES[30:31])) == [ShelfOutcome.DONE]
 
 
 def test_hung_reads_are_noticed_and_those_behind_them_refused(faulty: tuple[ShelfUser, FaultyCalls]) -> None:
     user, calls = faulty
+    begun = calls.count(Call.READ)
     later(calls, Call.READ, Effect.HANG)
     records = user.shelf.find(HASHES[:20])
     targets = [aligned(LAYOUT.row_bytes) for _ in records]
     tickets = user.shelf.read([ReadItem(*pair) for pair in zip(records, targets, strict=True)])
+    until_called(calls, Call.READ, begun + IO.readers)
     user.shelf.poll(user.now)
     user.now += 6
-    refused = user.shelf.poll(user.now)
-    assert [done.outcome for done in refused] == [ShelfOutcome.REFUSED] * 12 and user.shelf.in_flight == 8
+    refused = [*user.shelf.poll(user.now), *user.shelf.poll(user.now)]
+    assert [done.outcome for done in refused] == [ShelfOutcome.REFUSED] * (20 - IO.readers)
+    assert user.shelf.in_flight == IO.readers
     assert user.shelf.read([ReadItem(records[0], targets[0])]) == [None]
     calls.release()
-    assert outcomes(user.finish(tickets[:8])) == [ShelfOutcome.DONE] * 8
+    assert outcomes(user.finish(tickets[: IO.readers])) == [ShelfOutcome.DONE] * IO.readers
     assert user.hits(HASHES[:20]) == 20, "a late success closes the breaker"
 
 
