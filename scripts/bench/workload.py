@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from kvtier.block import ITEM_BYTES, KVLayout
+from kvtier.config import IoConfig
 from kvtier.models.config import ModelConfig
 
 
@@ -77,10 +78,11 @@ class Workload:
         return batch * (self.layout.block_count(tokens) + 1) * self.layout.row_bytes
 
     def hbm_bytes(self) -> int:
-        """HBM that holds the largest case and the TTFT prompt."""
+        """HBM that holds the largest case and the TTFT prompt, and the blocks that no sequence may count on."""
         settings = self.settings
         needs = [self.kv_bytes(batch, context + settings.output_tokens) for batch, context in settings.cases]
-        return max(*needs, self.kv_bytes(1, settings.prefix_tokens))
+        spare_bytes = (IoConfig().readers + IoConfig().writers) * self.layout.row_bytes
+        return max(*needs, self.kv_bytes(1, settings.prefix_tokens)) + spare_bytes
 
     def tier_overrides(self, hbm: int, dram: int, nvme: int, folder: Path) -> dict[str, object]:
         """Keys of engine.yaml for an engine with so many bytes in each tier."""
