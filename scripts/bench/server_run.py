@@ -16,6 +16,7 @@ from pathlib import Path
 from bench.results import GRPC, ORIGINS, Arrival, Decode, Ttft, decode_limit, decode_rate
 from bench.workload import Workload
 from kvtier.client import Client
+from kvtier.config import IoConfig
 from kvtier.door import ORIGIN_OUTPUTS
 from kvtier.serving import Ports, ServerOptions, TritonServer
 
@@ -54,7 +55,8 @@ def measure_ttft(
     prompts = workload.prompts(settings.ttft_samples + 4, settings.prefix_tokens)
     samples: dict[str, list[float]] = defaultdict(list)
     proof: dict[str, dict[str, int]] = {}
-    with serve(workload, root, (rows, 3 * rows, (len(prompts) + 1) * rows), folder) as client:
+    hbm_rows = rows + IoConfig().readers  # those that no sequence may count on
+    with serve(workload, root, (hbm_rows, 3 * rows, (len(prompts) + 1) * rows), folder) as client:
         _stream(client, workload.prompts(1, settings.prefix_tokens)[0], 1)
         for _ in range(2):
             for index, prompt in enumerate(prompts):
