@@ -6,35 +6,53 @@ Called once by the engine, before its thread starts; raises ConfigError and Chec
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from kvtier.attention import make_backend
 from kvtier.block import KVLayout, Tier
 from kvtier.cache_directory import free_disk_bytes
+from kvtier.capacity import Capacity
 from kvtier.config import EngineConfig
+from kvtier.cost import CostModel, LoadPolicy
 from kvtier.demotion import NvmePolicy
+from kvtier.device import Device
+from kvtier.digest_memory import DigestFile
 from kvtier.errors import ConfigError, ShelfError
 from kvtier.eviction import POLICIES
 from kvtier.keeper.opening import SharedShelves
 from kvtier.metrics import Metrics
+from kvtier.models.config import ModelConfig
 from kvtier.models.decoder import Decoder, load_decoder
-from kvtier.models.ops import make_ops
 from kvtier.namespace import namespace_digest
 from kvtier.shelf import Shelf
-from kvtier.shelves import open_dram_shelf, open_nvme_shelf
+from kvtier.shelves import dram_slot_count, open_dram_shelf, open_nvme_shelf, row_format
+from kvtier.sizing import (
+    hbm_slot_count,
+    landing_count,
+    resolve,
+    shelf_count,
+    spare_count,
+    staging_bytes,
+    working_set_count,
+)
 from kvtier.store import Store
-from kvtier.tiers.hbm import HbmArena
+from kvtier.streams import StreamLimits
+from kvtier.terms import Terms
+from kvtier.tiers.header import HEADER_BYTES
 from kvtier.tiers.memory import free_memory_bytes
+from kvtier.tiers.staging import StagingMemory
 from kvtier.tokens import Tokenizer
 
 _log = logging.getLogger(__name__)
+
+OPEN_S = 30.0
+"""What opening an NVMe shelf of one's own may take before the engine starts without it, besides the wait for others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,48 +65,63 @@ class Parts:
     namespace: bytes
     context: int
     """Longest prompt + answer in tokens, by model and configuration."""
+    streams: StreamLimits
+    capacity: Capacity
 
 
 def assemble(
     config: EngineConfig,
     metrics: Metrics,
     wake: Callable[[], None],
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], None] | None,
+    device: Device,
 ) -> Parts:
     """Load the model, allocate HBM, open the shelves. `wake` is called from workers when a transfer has ended."""
     threads = config.threads or os.cpu_count() or 1
     torch.set_num_threads(threads)
     tokenizer = Tokenizer.load(config.model)
-    backend = make_backend(config.attention, threads)
+    device.enter()
+    backend, ops = device.kernels(config.attention, threads, ModelConfig.from_folder(config.model).head_dim)
     decoder = load_decoder(
         config.model,
         config.dtype,
         config.block_tokens,
         backend,
-        make_ops(backend),
+        ops,
         progress,
         tokenizer.vocab_limit if tokenizer else None,
+        DigestFile(config.tiers.nvme.path) if config.tiers.nvme.path is not None else None,
+        device.place,
     )
     layout = decoder.layout
     context = _context(config, decoder)
     namespace = namespace_digest(decoder.weights_digest, decoder.config.architecture(), layout)
-    arena = HbmArena(layout, _hbm_slot_count(config, layout))
+    dram_bytes = resolve(config.tiers.dram.bytes, free_memory_bytes())
+    landings = landing_count(config, layout, dram_bytes) if device.lands_rows else 0
+    arena = device.arena(layout, hbm_slot_count(config, layout, device.free_bytes()), landings, wake)
+    dram_bytes = max(0, dram_bytes - landings * shelf_count(config) * layout.row_bytes)
+    staging = None
+    if staged_bytes := staging_bytes(config, layout, dram_bytes):
+        staging = StagingMemory(staged_bytes, layout.slice_bytes)
+        dram_bytes -= staging.bytes_total
     store = Store(
         layout,
         arena,
         POLICIES[config.eviction],
         metrics,
         NvmePolicy(config.tiers.nvme.policy),
-        config.tiers.fetch_deadline_s,
-        _spare_count(config, arena.slot_count),
+        CostModel(layout, config.tiers.fetch_deadline_s, LoadPolicy(config.tiers.load), config.scheduler.step_tokens),
+        spare_count(config, arena.slot_count),
+        staging,
     )
     try:
-        _add_shelves(store, config, layout, namespace, wake)
+        _add_shelves(store, config, layout, namespace, wake, dram_bytes)
     except BaseException:
         store.close(0.0)
         raise
-    _report(config, decoder, store, context)
-    return Parts(decoder, tokenizer, store, namespace, context)
+    streams = StreamLimits(config.scheduler.streamed_max, working_set_count(config, store.usable_count))
+    _report(config, decoder, store, context, streams)
+    return Parts(decoder, tokenizer, store, namespace, context, streams, _capacity(config, store, streams))
 
 
 def _context(config: EngineConfig, decoder: Decoder) -> int:
@@ -98,64 +131,65 @@ def _context(config: EngineConfig, decoder: Decoder) -> int:
     return config.context or longest
 
 
-def _hbm_slot_count(config: EngineConfig, layout: KVLayout) -> int:
-    budget = _resolve(config.tiers.hbm.bytes, free_memory_bytes())
-    slot_count = budget // layout.row_bytes
-    if slot_count < 2:
-        raise ConfigError(
-            f"tiers.hbm.bytes: {budget} bytes hold {slot_count} blocks of {config.block_tokens} tokens, at least 2 are "
-            f"needed; set it to {2 * layout.row_bytes} or more, or lower block_tokens"
-        )
-    return slot_count
-
-
-def _spare_count(config: EngineConfig, slot_count: int) -> int:
-    """Slots that I/O workers hung in a disk would keep: one a reader, and one a writer unless DRAM is the source."""
-    if not config.tiers.nvme.bytes:
-        return 0
-    spare = config.io.readers + (0 if config.tiers.dram.bytes else config.io.writers)
-    if slot_count - spare < 2:
-        raise ConfigError(
-            f"tiers.hbm.bytes: {slot_count} blocks, of which a hung disk could keep {spare} (io.readers, io.writers); "
-            "at least 2 more are needed: raise it, or lower io.readers and io.writers"
-        )
-    return spare
+def _capacity(config: EngineConfig, store: Store, streams: StreamLimits) -> Capacity:
+    """What one sequence could hold, shelves that are yet to be opened included."""
+    slot_bytes = HEADER_BYTES + store.layout.row_bytes
+    dram, nvme = config.tiers.dram, config.tiers.nvme
+    disk_bytes = free_disk_bytes(nvme.path) if nvme.bytes and nvme.path is not None else 0
+    configured = {
+        Tier.DRAM: resolve(dram.bytes, free_memory_bytes()) // slot_bytes,
+        Tier.NVME: resolve(nvme.bytes, disk_bytes) // slot_bytes,
+    }
+    tenant_max = {Tier.DRAM: dram.tenant_bytes // slot_bytes, Tier.NVME: nvme.tenant_bytes // slot_bytes}
+    return Capacity(store, streams.slots_max, configured, tenant_max)
 
 
 def _add_shelves(
-    store: Store, config: EngineConfig, layout: KVLayout, namespace: bytes, wake: Callable[[], None]
+    store: Store,
+    config: EngineConfig,
+    layout: KVLayout,
+    namespace: bytes,
+    wake: Callable[[], None],
+    dram_bytes: int,
 ) -> None:
+    """`dram_bytes`: what the DRAM shelf may take."""
     policy = POLICIES[config.eviction]
-    dram_bytes = _resolve(config.tiers.dram.bytes, free_memory_bytes())
+    dram_terms, nvme_terms = _terms(config, layout)
+    io = config.io.within(store.slot_count)
     if config.sharing and config.tiers.nvme.path is not None:
         _add_shared_shelves(store, config, layout, namespace, wake, dram_bytes)
         return
     if dram_bytes:
-        store.add_shelf(open_dram_shelf(layout, namespace, dram_bytes, config.io, wake, policy=policy))
+        dram = open_dram_shelf(layout, namespace, dram_bytes, io, wake, policy=policy, terms=dram_terms)
+        store.add_shelf(dram)
     nvme = config.tiers.nvme
     if not nvme.bytes:
         return
     assert nvme.path is not None
     path: Path = nvme.path
 
+    row_format(layout, namespace)  # ConfigError
     said = ""
+    waits_s = [nvme.wait_s]
 
-    def opener(wait_s: float = 0.0) -> Shelf | None:
+    def opener() -> Shelf | None:
+        """Waits for another engine to leave the first time."""
         nonlocal said
+        wait_s = waits_s.pop() if waits_s else 0.0
         try:
-            return open_nvme_shelf(layout, namespace, path, nvme_bytes, config.io, wake, wait_s, policy=policy)
+            return open_nvme_shelf(
+                layout, namespace, path, nvme_bytes, io, wake, wait_s, policy=policy, terms=nvme_terms
+            )
         except (ShelfError, OSError) as error:
             if str(error) != said:
                 said = str(error)
                 _log.warning("serving without the NVMe shelf, trying again: %s", error)
             return None
 
-    nvme_bytes = _resolve(nvme.bytes, free_disk_bytes(path))
-    shelf = opener(nvme.wait_s)
-    if shelf is None:
-        store.retry_later(Tier.NVME, opener)
-    else:
-        store.add_shelf(shelf)
+    nvme_bytes = resolve(nvme.bytes, free_disk_bytes(path))
+    store.open_shelf(Tier.NVME, opener, nvme.wait_s + OPEN_S)
+    if Tier.NVME.value not in store.capacities() and not said:
+        _log.warning("serving without the NVMe shelf: its disk has not opened it yet; it is used once it has")
 
 
 def _add_shared_shelves(
@@ -164,40 +198,62 @@ def _add_shared_shelves(
     """Shelves that a keeper keeps for all engines of the cache directory, now or once there is one."""
     nvme, path = config.tiers.nvme, config.tiers.nvme.path
     assert path is not None
-    budgets = (dram_bytes, _resolve(nvme.bytes, free_disk_bytes(path)) if nvme.bytes else 0)
+    if dram_bytes:
+        dram_slot_count(row_format(layout, namespace), dram_bytes)
+    budgets = (dram_bytes, resolve(nvme.bytes, free_disk_bytes(path)) if nvme.bytes else 0)
     try:
         shared = SharedShelves(
-            layout, namespace, path, budgets, config.io, wake, config.tiers.linger_s, config.eviction
+            layout,
+            namespace,
+            path,
+            budgets,
+            config.io.within(store.slot_count),
+            wake,
+            config.tiers.linger_s,
+            config.eviction,
+            terms=_terms(config, layout),
         )
     except ShelfError as error:
         _log.warning("serving without shelves: %s", error)
         return
     store.on_close(shared.close)
+    store.watch(shared)
     opened = shared.try_open(nvme.wait_s)
-    for note in shared.seat.notes:
-        if note.startswith("DRAM"):
-            raise ConfigError(note)
-        _log.warning("serving without a shelf: %s", note)
-    if not opened:
-        _log.warning("serving without shelves, trying again: %s", shared.refusal)
-        for tier in shared.wanted:
-            store.retry_later(tier, functools.partial(shared.opened, tier))
-    for shelf in shared.shelves.values():
+    if shared.seat.unfit:
+        raise ConfigError(shared.seat.unfit)
+    if not opened or shared.seat.notes:
+        _log.warning("serving without a shelf, trying again: %s", shared.refusal)
+    for shelf in shared.poll(time.monotonic()):
         store.add_shelf(shelf)
 
 
-def _resolve(size: int | float, free: int) -> int:
-    """Bytes of a configured size: itself, or that share of what is free."""
-    return int(size * free) if isinstance(size, float) else size
+def _terms(config: EngineConfig, layout: KVLayout) -> tuple[Terms, Terms]:
+    """What DRAM and NVMe allow. ConfigError if a limit is so low that nothing could ever be written."""
+    dram, nvme, pin_share = config.tiers.dram, config.tiers.nvme, config.tiers.pin_share
+    limits = {
+        "tiers.dram.tenant_bytes": dram.tenant_bytes,
+        "tiers.nvme.tenant_bytes": nvme.tenant_bytes,
+        "tiers.nvme.write_bytes_day": nvme.write_bytes_day,
+    }
+    for key, limit_bytes in limits.items():
+        if 0 < limit_bytes < HEADER_BYTES + layout.row_bytes:
+            raise ConfigError(
+                f"{key}: {limit_bytes} bytes hold no block, one takes {HEADER_BYTES + layout.row_bytes}; raise it, or "
+                "0 for no limit"
+            )
+    return Terms(pin_share, dram.tenant_bytes), Terms(pin_share, nvme.tenant_bytes, nvme.write_bytes_day)
 
 
-def _report(config: EngineConfig, decoder: Decoder, store: Store, context: int) -> None:
+def _report(config: EngineConfig, decoder: Decoder, store: Store, context: int, streams: StreamLimits) -> None:
     layout = store.layout
     slots = ", ".join(f"{name} {count} blocks" for name, count in store.capacities().items())
+    if streams.slots_max:
+        slots += f"; contexts larger than HBM: {streams.streams_max} at once, {streams.slots_max} blocks of HBM each"
     _log.info(
-        "%s %s, %d layers, context %d, attention %s; block %d tokens = %d bytes (%d a token); %s",
+        "%s %s on %s, %d layers, context %d, attention %s; block %d tokens = %d bytes (%d each); %s; a pass stages %d",
         decoder.config.family,
         layout.dtype,
+        config.device,
         layout.layers,
         context,
         config.attention,
@@ -205,4 +261,5 @@ def _report(config: EngineConfig, decoder: Decoder, store: Store, context: int) 
         layout.row_bytes,
         layout.token_bytes,
         slots,
+        store.stager.blocks_max if store.stager is not None else 0,
     )

@@ -28,6 +28,13 @@ class PassBatch:
     """int64 [row]: tokens whose logits are wanted, in the order of the sequences that sample."""
     attention: AttentionBatch
 
+    def to(self, place: torch.device) -> PassBatch:
+        """The same where a device reads it; itself if that is the CPU."""
+        if place.type == "cpu":
+            return self
+        ids, positions, rows = (tensor.to(place) for tensor in (self.token_ids, self.positions, self.logits_rows))
+        return PassBatch(ids, positions, rows, self.attention.to(place))
+
 
 def build_batch(parts: Parts[ScheduledSequence], block_tokens: int) -> PassBatch:
     """Flatten the parts of a pass, sequence after sequence."""
@@ -39,7 +46,7 @@ def build_batch(parts: Parts[ScheduledSequence], block_tokens: int) -> PassBatch
     positions = np.empty(token_total, np.int64)
     rows = np.empty(token_total, np.int64)
     lengths = np.array([part.start + part.count for part in parts], np.int32)
-    tables = np.zeros((len(parts), max(len(part.sequence.table.slots) for part in parts)), np.int64)
+    tables = np.zeros((len(parts), max(len(part.sequence.table) for part in parts)), np.int64)
     for index, part in enumerate(parts):
         at, end = int(starts[index]), int(starts[index + 1])
         addresses = part.sequence.table.addresses

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import NamedTuple
 
 ALIGNMENT = 4096
 """Direct-I/O alignment in bytes: every slice and every row is a multiple of it."""
@@ -92,3 +93,14 @@ class KVLayout:
 
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class DeviceRow(NamedTuple):
+    """A slot's row in the memory of a device, which is not this process's to read or write."""
+
+    slot: int
+    nbytes: int
+
+
+Row = memoryview | DeviceRow
+"""A row as whoever reads or writes it is given it."""

@@ -33,6 +33,11 @@ class Breaker:
         self._probe_at = now + self._pause_s
         return 1
 
+    def spare(self, now: float) -> None:
+        """What was allowed last has not been tried: the next probe need not wait."""
+        if self._probe_at is not None:
+            self._probe_at = now
+
     def failed(self, now: float) -> None:
         """An attempt failed; the last of `failures_max` in a row opens, a failed probe keeps it open."""
         self._failures += 1

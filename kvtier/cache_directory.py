@@ -7,10 +7,12 @@ their sizes. Every path below it is opened through its descriptor and never thro
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
 import stat
+import threading
 import time
 import weakref
 from pathlib import Path
@@ -35,6 +37,8 @@ class CacheDirectory:
         `wait_s` None: not locked by this process, or by whoever handed it the locked descriptor `lock`.
         """
         self.path = path
+        self.forking = threading.RLock()
+        """Held while a descriptor is opened on a thread of its own, so that a child cannot inherit it unseen."""
         self._descriptors: list[int] = []
         self._lock = -1
         try:
@@ -77,10 +81,14 @@ class CacheDirectory:
         try:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(name, 0o700, dir_fd=self.top)
-            folder = self.hold(os.open(name, _FOLDER_FLAGS, dir_fd=self.top))
-            _check_owner(os.fstat(folder), name)
-            os.fchmod(folder, 0o700)
-            return folder
+            folder = os.open(name, _FOLDER_FLAGS, dir_fd=self.top)
+            try:
+                _check_owner(os.fstat(folder), name)
+                os.fchmod(folder, 0o700)
+            except BaseException:
+                os.close(folder)
+                raise
+            return self.hold(folder)
         except OSError as error:
             raise ShelfError(f"layout folder {name} of the cache directory cannot be used: {error.strerror}") from None
 
@@ -114,7 +122,7 @@ class CacheDirectory:
         descriptor = os.open(LOCK_NAME, flags, 0o600, dir_fd=self.top)
         try:
             check_private(descriptor, LOCK_NAME)
-        except ShelfError:
+        except BaseException:
             os.close(descriptor)
             raise
         return descriptor
@@ -192,19 +200,51 @@ def _folder_bytes(top: int, name: str) -> int:
     except OSError:
         return 0
     try:
-        statuses = [os.stat(file, dir_fd=folder, follow_symlinks=False) for file in os.listdir(folder)]
-        return sum(max(status.st_size, status.st_blocks * 512) for status in statuses if stat.S_ISREG(status.st_mode))
+        return sum(_file_bytes(folder, file) for file in os.listdir(folder))
     finally:
         os.close(folder)
 
 
+def _file_bytes(folder: int, name: str) -> int:
+    """Bytes that a plain file has or takes; 0 for anything else, or if it has gone just now: journals are renamed."""
+    try:
+        status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
+        return 0
+    return max(status.st_size, status.st_blocks * 512) if stat.S_ISREG(status.st_mode) else 0
+
+
 def _close_in_children(directory: CacheDirectory) -> None:
-    """A forked child must not keep the lock of a parent that ends before it."""
-    reference = weakref.ref(directory)
+    """A forked child must not keep the lock of a parent that ends before it. No fork comes between open and `hold`."""
+    number = id(directory)
+    _OPENED[number] = weakref.ref(directory, lambda _: _OPENED.pop(number, None))
 
-    def close() -> None:
-        opened = reference()
-        if opened is not None:
-            opened.close()
 
-    os.register_at_fork(after_in_child=close)
+_OPENED: dict[int, weakref.ref[CacheDirectory]] = {}
+"""All of this process, for hooks at forks, which the process has for good: one for each would be a leak."""
+_FORKING: dict[int, list[CacheDirectory]] = {}
+"""Those that a fork by a thread, named by its identity, has stopped for its moment."""
+
+
+def _before_fork() -> None:
+    stopped: list[CacheDirectory] = []
+    _FORKING[threading.get_ident()] = stopped
+    for reference in list(_OPENED.values()):
+        directory = reference()
+        if directory is not None:
+            directory.forking.acquire()
+            stopped.append(directory)
+
+
+def _after_fork(child: bool) -> None:
+    for directory in _FORKING.pop(threading.get_ident(), []):
+        directory.forking.release()
+        if child:
+            directory.close()
+
+
+os.register_at_fork(
+    before=_before_fork,
+    after_in_parent=functools.partial(_after_fork, child=False),
+    after_in_child=functools.partial(_after_fork, child=True),
+)

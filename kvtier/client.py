@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import re
 from collections.abc import Generator
 from dataclasses import dataclass
 from types import TracebackType
@@ -25,10 +26,23 @@ _NUMPY_TYPES: dict[str, type] = {
     "UINT64": np.uint64,
     "FP32": np.float32,
 }
+_PYTHON_TYPES: dict[str, tuple[type, ...]] = {
+    "BYTES": (str, bytes),
+    "BOOL": (bool,),
+    "INT32": (int,),
+    "UINT64": (int,),
+    "FP32": (float, int),
+}
+_STATUS = re.compile(r"(INVALID_ARGUMENT|UNAVAILABLE|INTERNAL): ")
+"""What model.py begins the text of an error with."""
 
 
 class ServerError(KvtierError):
-    """The server answered with an error; `status` is the gRPC status name, such as `INVALID_ARGUMENT`."""
+    """The server answered with an error; `status` is the gRPC status name, such as `INVALID_ARGUMENT`.
+
+    `UNKNOWN` for what the server itself refused: an error in a stream carries no status but the one model.py writes
+    into its text.
+    """
 
     def __init__(self, status: str, message: str) -> None:
         super().__init__(message)
@@ -78,30 +92,34 @@ class Client:
         self._client.close()
 
     def infer(
-        self, inputs: dict[str, object], *, priority: int = 0, timeout_s: float | None = None
+        self,
+        inputs: dict[str, object],
+        *,
+        priority: int = 0,
+        timeout_s: float | None = None,
+        parameters: dict[str, str | int | bool] | None = None,
     ) -> Generator[Response, None, None]:
         """Send one request and yield its responses until the last; closing the iterator cancels the request.
 
         Names are those of `kvtier.door.INPUTS`; values are bool, int, float, str or lists of int or str, or numpy
-        arrays, which go out in their own type and shape. Raises ServerError, also when the answer takes longer than
-        `timeout_s`: a model process that dies leaves its clients waiting, so give one where that matters.
+        arrays, which go out in their own type and shape. `parameters` are request parameters and may hold what `inputs`
+        does not. Raises ValueError for an input of another type, and ServerError, also when the answer takes longer
+        than `timeout_s`: a model process that dies leaves its clients waiting, so give one where that matters.
         """
         grpc = self._grpc
         answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
         client = grpc.InferenceServerClient(self._url)
         ended = False
         try:
-            client.start_stream(
-                lambda result, error: answers.put((result, error)),
-                stream_timeout=timeout_s,
-                headers={"triton_grpc_error": "true"},  # without it errors in a stream carry no status
-            )
+            # Not with the header `triton_grpc_error`: it brings the status, but errors then crash server 2.51.
+            client.start_stream(lambda result, error: answers.put((result, error)), stream_timeout=timeout_s)
             # When the stream has failed already, this refuses without the reason, which then waits in `answers`.
             with contextlib.suppress(grpc.InferenceServerException):
                 client.async_stream_infer(
                     self._model,
                     [self._tensor(name, value) for name, value in inputs.items()],
                     priority=priority,
+                    parameters=parameters,
                     enable_empty_final_response=True,
                 )
             while not ended:
@@ -125,8 +143,13 @@ class Client:
             tensor = self._grpc.InferInput(name, list(value.shape), np_to_triton_dtype(value.dtype))
             tensor.set_data_from_numpy(value)
             return tensor
+        if name not in INPUTS:
+            raise ValueError(f"{name}: no such input; known are {', '.join(INPUTS)}")
         wire_type = INPUTS[name].data_type.removeprefix("TYPE_").replace("STRING", "BYTES")
         values = value if isinstance(value, (list, tuple)) else [value]
+        kinds = _PYTHON_TYPES[wire_type]
+        if not all(isinstance(item, kinds) and (bool in kinds or not isinstance(item, bool)) for item in values):
+            raise ValueError(f"{name}: must be {' or '.join(kind.__name__ for kind in kinds)}, got {value!r}")
         encoded = [item.encode() if isinstance(item, str) else item for item in values]
         array: Any = np.array(encoded, dtype=_NUMPY_TYPES[wire_type])
         if self._batched:
@@ -143,5 +166,7 @@ def _value(array: Any) -> object:
 
 
 def _server_error(error: Any) -> ServerError:
-    status = str(error.status() or "").removeprefix("StatusCode.")
-    return ServerError(status, error.message())
+    text = error.message()
+    if written := _STATUS.match(text):
+        return ServerError(written[1], text[written.end() :])
+    return ServerError((error.status() or "UNKNOWN").removeprefix("StatusCode."), text)

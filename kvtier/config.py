@@ -45,6 +45,22 @@ def parse_bytes(value: object) -> int | float:
     return value
 
 
+def parse_whole_bytes(value: object) -> int:
+    """A size that is no share of anything."""
+    parsed = parse_bytes(value)
+    if isinstance(parsed, float):
+        raise ValueError("is a size such as 512MiB, not a share")
+    return parsed
+
+
+def parse_device(value: object) -> str:
+    """`cpu`, `cuda`, or one of several GPUs by its number, such as `cuda:1`."""
+    if not isinstance(value, str) or not re.fullmatch(r"cpu|cuda(:[0-9]{1,2})?", value):
+        raise ValueError("is cpu, cuda, or one of several GPUs such as cuda:1")
+    return value
+
+
+WholeBytes = Annotated[int, BeforeValidator(parse_whole_bytes)]
 Bytes = Annotated[Union[int, float], BeforeValidator(parse_bytes)]  # noqa: UP007 (pydantic on 3.10)
 
 
@@ -53,15 +69,19 @@ class _Section(BaseModel):
 
 
 class HbmConfig(_Section):
-    """The tier attention computes on. On a CPU-only machine: an arena of host memory with this budget."""
+    """The tier attention computes on: memory of the GPU. With `device: cpu` an arena of host memory."""
 
     bytes: Bytes = "512MiB"  # type: ignore[assignment]
 
 
 class DramConfig(_Section):
-    """The DRAM shelf; 0 turns it off."""
+    """The DRAM shelf; 0 turns it off. What is staged from NVMe comes out of its bytes."""
 
     bytes: Bytes = "1GiB"  # type: ignore[assignment]
+    staging_bytes: WholeBytes = "64MiB"  # type: ignore[assignment]
+    """Of them, memory for slices of NVMe rows that are attended to, at most half; 0: off."""
+    tenant_bytes: WholeBytes = 0
+    """Most that a tenant with a name may take; 0: no quota."""
 
 
 class NvmeConfig(_Section):
@@ -71,6 +91,10 @@ class NvmeConfig(_Section):
     path: Path | None = None
     policy: Literal["through", "selective", "back"] = "through"
     """When rows are written: once sealed, once used again, or when DRAM lets them go."""
+    tenant_bytes: WholeBytes = 0
+    """Most that a tenant with a name may take; 0: no quota."""
+    write_bytes_day: WholeBytes = 0
+    """Most that is written within 24 hours, by all engines that share it and across restarts; 0: no limit."""
     wait_s: float = Field(10.0, ge=0, le=600)
     """How long to wait at start for another engine to leave the cache directory."""
 
@@ -81,8 +105,12 @@ class TiersConfig(_Section):
     hbm: HbmConfig = HbmConfig()
     dram: DramConfig = DramConfig()
     nvme: NvmeConfig = NvmeConfig()
+    pin_share: float = Field(0.25, ge=0, le=1)
+    """Share of a shelf's rows that requests may pin; a pin beyond it is not granted."""
     fetch_deadline_s: float = Field(5.0, gt=0, le=600)
     """A promotion that takes longer counts as a miss: its tokens are computed."""
+    load: Literal["auto", "always"] = "auto"
+    """Whether cold blocks are read only if that is sooner than computing them, by measured speeds, or always."""
     linger_s: float = Field(60.0, ge=0, le=86400)
     """How long shared shelves stay, DRAM and all, once their last engine has gone."""
 
@@ -90,11 +118,28 @@ class TiersConfig(_Section):
 class IoConfig(_Section):
     """The I/O engine of the shelves."""
 
-    engine: Literal["threads"] = "threads"
+    engine: Literal["auto", "uring", "threads"] = "auto"
+    """Of NVMe: io_uring where it can be had (auto: if the file is open for direct I/O), else threads. DRAM: threads."""
+    depth: int = Field(32, ge=1, le=4096)
+    """Reads, and as many writes, that io_uring has under way at once, per shelf; at least `readers` and `writers`."""
     readers: int = Field(4, ge=1, le=64)
     writers: int = Field(2, ge=1, le=64)
     in_flight_max: int = Field(256, ge=1, le=65536)
     """Rows in transfer at once, per shelf and direction."""
+
+    @property
+    def reads_at_once(self) -> int:
+        """Reads that a hung disk can keep."""
+        return self.readers if self.engine == "threads" else max(self.readers, self.depth)
+
+    @property
+    def writes_at_once(self) -> int:
+        """Writes that a hung disk can keep."""
+        return self.writers if self.engine == "threads" else max(self.writers, self.depth)
+
+    def within(self, slot_count: int) -> IoConfig:
+        """This for an HBM of so many rows, of which io_uring shall not keep too many: 1/32, or what threads would."""
+        return self.model_copy(update={"depth": max(1, min(self.depth, slot_count // 32))})
 
 
 class SchedulerConfig(_Section):
@@ -106,6 +151,12 @@ class SchedulerConfig(_Section):
     """Sequences that run at once."""
     queue_max: int = Field(1024, ge=1, le=1_000_000)
     """Requests that may wait; more are answered UNAVAILABLE."""
+    streamed_max: int = Field(2, ge=0, le=64)
+    """Requests with a context larger than HBM that run at once; the others wait. 0: such requests are refused."""
+    streamed_hbm: float = Field(0.5, gt=0, le=1)
+    """Share of HBM that they may hold together; the rest of their blocks lies on the shelves."""
+    streamed_share: float = Field(0.25, gt=0, le=1)
+    """By what share of the time that they take alone others' steps may grow, in the mean, beside one that streams."""
 
 
 class EngineConfig(_Section):
@@ -113,13 +164,14 @@ class EngineConfig(_Section):
 
     model: Path
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    device: Literal["cpu"] = "cpu"
+    device: Annotated[str, BeforeValidator(parse_device)] = "cpu"
+    """Where the weights lie and passes run."""
     block_tokens: Literal[8, 16, 32, 64, 128] = 32
     context: int | None = Field(None, ge=1, le=2**24)
     """Longest prompt + answer in tokens; None: what the model was trained for."""
     max_tokens_default: int = Field(1024, ge=1, le=2**24)
     """Cap of an answer whose request gives no max_tokens."""
-    attention: Literal["auto", "native", "reference"] = "auto"
+    attention: Literal["auto", "native", "reference", "triton_kernel"] = "auto"
     eviction: Literal["lru", "s3fifo", "reuse"] = "reuse"
     """Who goes when a tier is full; `scripts/bench_eviction.py` compares them on a trace."""
     threads: int | None = Field(None, ge=1, le=1024)

@@ -1,29 +1,33 @@
 """Demotion: copies of sealed blocks on their way down, DRAM when a block seals, NVMe by policy, and drains on request.
 
 Wishes are queued by hash only, so a waiting wish holds no memory of any tier; a wish whose block is gone is dropped.
-While a write is in flight its source is held: a slot of HBM, or a lease on a DRAM row. With a DRAM shelf, NVMe is
-written from its rows alone, so that a hung disk keeps no HBM. Owned by the store, runs on the engine thread.
+While a write is in flight its source is held (`Sources`). With a DRAM shelf, NVMe is written from its rows alone, so
+that a hung disk keeps no HBM. Owned by the store, runs on the engine thread.
 """
 
 from __future__ import annotations
 
 import enum
-import functools
 import itertools
+import time
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from kvtier.block import BlockHash, Tier
 from kvtier.metrics import Metrics
 from kvtier.resident import ResidentBlocks
-from kvtier.shelf import Lease, Record, Shelf, ShelfDone, ShelfOutcome, WriteItem
-from kvtier.tiers.hbm import HbmArena
+from kvtier.shelf import Record, Shelf, ShelfDone, ShelfOutcome
+from kvtier.source import Sources, Write
+from kvtier.tiers.arena import Arena
 
 WISHES_MAX = 65536
 """Wishes that may wait per target tier; a later one is dropped and counted."""
 BATCH_ROWS = 64
 RETRY_S = 0.1
 """A shelf that has refused a write is asked again after this long, or once one of its writes has ended."""
+STUCK_S = 1.0
+"""At the end: what moves for so long no more is left behind."""
+PAUSE_S = 0.001
 BACK_S = 0.1
 BACK_ROWS = 256
 """With policy `back`, this many of the coldest DRAM rows are looked at so often."""
@@ -42,33 +46,24 @@ class NvmePolicy(enum.Enum):
     """When DRAM is about to let them go."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Write:
-    block_hash: BlockHash
-    depth: int
-    slot: int | None
-    lease: Lease | None
-    started_at: float
-
-
 class Demoter:
     """Queues, starts and completes the writes to the shelves."""
 
     def __init__(
         self,
         resident: ResidentBlocks,
-        arena: HbmArena,
+        arena: Arena,
         shelves: dict[Tier, Shelf],
         policy: NvmePolicy,
         metrics: Metrics,
     ) -> None:
         self._resident = resident
-        self._arena = arena
+        self._sources = Sources(resident, arena, shelves)
         self._shelves = shelves
         self._policy = policy
         self._metrics = metrics
         self._wishes: dict[Tier, dict[BlockHash, int]] = {Tier.DRAM: {}, Tier.NVME: {}}
-        self._writes: dict[tuple[Tier, int], _Write] = {}
+        self._writes: dict[tuple[Tier, int], Write] = {}
         self._writing: dict[Tier, set[BlockHash]] = {Tier.DRAM: set(), Tier.NVME: set()}
         self._onward: set[BlockHash] = set()
         """On their way to DRAM, and wanted on NVMe from there."""
@@ -126,23 +121,49 @@ class Demoter:
         """Start as many wished writes as the shelves take, and wish for what the policy wants."""
         self._wish_back(now)
         for tier in (Tier.NVME, Tier.DRAM):  # a lease keeps a row that a DRAM write would evict
-            while self._wishes[tier] and now >= self._retry_at[tier] and self._start(tier, now):
+            while (
+                self._wishes[tier]
+                and (now >= self._retry_at[tier] or self._shelves[tier].supplied)
+                and self._start(tier, now)
+            ):
                 pass
+
+    def finish(self, poll: Callable[[float], None], end: float) -> None:
+        """Call `poll`, which pumps, until all that was wished is written, nothing moves any more, or it is `end`."""
+        left, moved_at = (0, 0), time.monotonic()
+        while (now := time.monotonic()) < end:
+            poll(now)
+            before, left = left, (self.wish_count, self.writing_count)
+            if left == (0, 0) or (left == before and now - moved_at >= STUCK_S):
+                return
+            moved_at = moved_at if left == before else now
+            time.sleep(PAUSE_S)
 
     def completed(self, tier: Tier, done: ShelfDone) -> None:
         """A write to a shelf has ended, well or not; its source is free again."""
         write = self._writes.pop((tier, done.ticket))
         self._writing[tier].discard(write.block_hash)
-        source = self._free(write)
+        source = self._sources.free(write)
         self._retry_at[tier] = self._retry_at[source] = 0.0  # a lease given back makes room on DRAM
         if tier is Tier.DRAM:
             self._go_on(write)
+        if done.outcome is ShelfOutcome.DUPLICATE:
+            self._shelves[tier].retain([write.block_hash], write.retention)
+        if done.outcome is ShelfOutcome.STALE:  # the source changed meanwhile; what is still there can be copied anew
+            self.wish(tier, write.block_hash, write.depth)
         if done.outcome is ShelfOutcome.DONE:
             slot = self._resident.find(write.block_hash)
             if slot is not None:  # the row is as old as the block, or writing late would make it outlive its parents
                 self._shelves[tier].stamp([write.block_hash], self._resident.last_use(slot))
             self._metrics.moved(source, tier, 1, done.moved_bytes)
             self._metrics.transfer_seconds.observe(done.duration_ns / 1e9, source.value, tier.value)
+
+    def forget(self, tier: Tier) -> None:
+        """A shelf is lost, with nothing in flight on it: nobody waits for its writes any more."""
+        self._wishes[tier].clear()
+        self._onward.clear()  # what was on its way through DRAM, or to NVMe
+        self._drains.pop(tier, None)
+        self._retry_at[tier] = 0.0
 
     def drain(self, tier: Tier, give_up: bool) -> bool:
         """Push what nobody holds in `tier` one tier down and let go of it there; True once nothing is left to push.
@@ -167,51 +188,43 @@ class Demoter:
         return [write.slot for write in self._writes.values() if write.slot is not None]
 
     def _start(self, tier: Tier, now: float) -> bool:
-        """Submit one batch of wishes; False if the shelf takes no more for now: what it refused goes on waiting."""
+        """Submit one batch of wishes; False if the shelf takes no more for now.
+
+        What it refused goes on waiting, behind the others: its tenant's quota may be why.
+        """
         wishes, shelf = self._wishes[tier], self._shelves[tier]
-        writes: list[_Write] = []
-        for block_hash, depth in list(itertools.islice(wishes.items(), BATCH_ROWS)):
-            write = self._source(tier, block_hash, depth, now)
+        writes: list[Write] = []
+        batch = min(BATCH_ROWS, shelf.write_room)
+        for block_hash, depth in list(itertools.islice(wishes.items(), batch)):
+            write = self._sources.claim(tier, block_hash, depth, now)
             if write is None:
                 del wishes[block_hash]
                 self._drop(block_hash)
             else:
                 writes.append(write)
-        tickets = shelf.write([self._item(write) for write in writes], now)
-        refused = False
+        tickets = shelf.write([self._sources.item(write) for write in writes], now)
+        refused: list[BlockHash] = []
         for write, ticket in zip(writes, tickets, strict=True):
             if ticket is not None:
                 self._writes[(tier, ticket)] = write
                 self._writing[tier].add(write.block_hash)
             else:
-                self._free(write)
+                self._sources.free(write)
                 if not shelf.holds(write.block_hash):
-                    refused = True
+                    refused.append(write.block_hash)
                     continue
+                shelf.retain([write.block_hash], write.retention)
                 if tier is Tier.DRAM:
                     self._go_on(write)
             del wishes[write.block_hash]
-        if refused:
+        for block_hash in refused:
+            wishes[block_hash] = wishes.pop(block_hash)
+        if refused or batch == 0:
             self._retry_at[tier] = now + RETRY_S
-        return not refused
+            return False
+        return True
 
-    def _source(self, tier: Tier, block_hash: BlockHash, depth: int, now: float) -> _Write | None:
-        """Hold the bytes of a block: its DRAM row when NVMe is the target and there is DRAM, else its slot of HBM."""
-        if tier is Tier.NVME and Tier.DRAM in self._shelves:
-            lease = self._lease(block_hash)
-            return None if lease is None else _Write(block_hash, depth, None, lease, now)
-        slot = self._resident.find(block_hash)
-        if slot is None:
-            return None
-        self._resident.hold([slot])
-        return _Write(block_hash, depth, slot, None, now)
-
-    def _lease(self, block_hash: BlockHash) -> Lease | None:
-        dram = self._shelves[Tier.DRAM]
-        records = dram.find([block_hash])
-        return dram.acquire(records)[0] if records else None
-
-    def _go_on(self, write: _Write) -> None:
+    def _go_on(self, write: Write) -> None:
         """A write to DRAM is over: if the row is there and wanted on NVMe, it goes on."""
         if write.block_hash in self._onward:
             self._onward.discard(write.block_hash)
@@ -221,23 +234,6 @@ class Demoter:
     def _drop(self, block_hash: BlockHash) -> None:
         self.dropped_count += 1
         self._onward.discard(block_hash)
-
-    def _item(self, write: _Write) -> WriteItem:
-        if write.lease is not None:
-            dram = self._shelves[Tier.DRAM]
-            record, intact = write.lease.record, functools.partial(dram.intact, write.lease)
-            return WriteItem(write.block_hash, write.depth, dram.view(write.lease), record.sums, intact=intact)
-        assert write.slot is not None
-        return WriteItem(write.block_hash, write.depth, self._arena.view(write.slot), None)
-
-    def _free(self, write: _Write) -> Tier:
-        """Let go of the source of a write; returns the tier it was in."""
-        if write.lease is not None:
-            self._shelves[Tier.DRAM].release([write.lease])
-            return Tier.DRAM
-        assert write.slot is not None
-        self._resident.release([write.slot])
-        return Tier.HBM
 
     def _wish_back(self, now: float) -> None:
         """Policy `back`: keep the coldest DRAM rows copied, a bounded number ahead of their eviction."""

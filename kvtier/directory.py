@@ -7,22 +7,19 @@ what it decides is made durable by the journal and true by the shelf. Called by 
 from __future__ import annotations
 
 import enum
-from array import array
 from collections.abc import Sequence
 from typing import Protocol
 
 from kvtier.block import BlockHash
-from kvtier.eviction import EvictionQueue, LeastRecentlyUsed, PolicyMaker
+from kvtier.eviction import BlockUse, LeastRecentlyUsed, PolicyMaker
+from kvtier.ready import ReadyRows
 from kvtier.record import NO_TENANT, Grant, Lease, Record
+from kvtier.retention import Retention
+from kvtier.shortage import Shortage
+from kvtier.slots import Slots, SlotState
+from kvtier.terms import SlotLimits
 
-
-class SlotState(enum.IntEnum):
-    """Life of a slot: FREE, reserved for WRITING, READY to read, DROPPED but still leased."""
-
-    FREE = 0
-    WRITING = 1
-    READY = 2
-    DROPPED = 3
+__all__ = ["ChangeLog", "Directory", "PublishOutcome", "SlotState"]
 
 
 class PublishOutcome(enum.Enum):
@@ -44,6 +41,9 @@ class ChangeLog(Protocol):
     def published(self, records: Sequence[Record]) -> None:
         """The rows can be read."""
 
+    def retained(self, records: Sequence[Record]) -> None:
+        """The rows have another priority, expiry or pin, and are the same otherwise."""
+
     def dropped(self, records: Sequence[Record]) -> None:
         """The rows are hidden."""
 
@@ -57,94 +57,110 @@ class Directory:
         policy: PolicyMaker = LeastRecentlyUsed,
         log: ChangeLog | None = None,
         generation_floor: int = 0,
+        limits: SlotLimits | None = None,
     ) -> None:
         """Generations start above `generation_floor`. Without a `log` nothing outlives the process."""
-        assert slot_count > 0 and generation_floor >= 0
         self.slot_count = slot_count
-        self.evictions = 0
+        self.evictions = self.expired = 0
         self._log = log
-        self._generation = generation_floor
-        self._states = bytearray(slot_count)
-        self._generations = array("Q", bytes(8 * slot_count))
-        self._lease_counts = array("L", bytes(array("L").itemsize * slot_count))
-        self._tenants: list[bytes] = [NO_TENANT] * slot_count
-        self._tenant_slots: dict[bytes, int] = {}
-        self._records: dict[BlockHash, Record] = {}
-        self._at: list[Record | None] = [None] * slot_count
-        self._free = list(range(slot_count - 1, -1, -1))
-        self._queue = EvictionQueue(policy, slot_count)
+        self._limits = limits if limits is not None else SlotLimits(slot_count, None)
+        self._slots = Slots(slot_count, generation_floor)
+        self.quota_shortage = Shortage()
+        self._rows = ReadyRows(self._slots, policy, self._limits)
 
     def __len__(self) -> int:
-        return len(self._records)
+        return len(self._rows)
 
     def __repr__(self) -> str:
-        return f"Directory(ready={len(self._records)}, free={len(self._free)}, slots={self.slot_count})"
-
-    @property
-    def generation(self) -> int:
-        """The highest generation given out."""
-        return self._generation
+        return f"Directory(ready={len(self._rows)}, free={self._slots.free_count}, slots={self.slot_count})"
 
     @property
     def used_slots(self) -> int:
         """Slots that are not free."""
-        return self.slot_count - len(self._free)
+        return self.slot_count - self._slots.free_count
+
+    @property
+    def pinned(self) -> int:
+        """Rows that are pinned now."""
+        return self._rows.pinned
+
+    @property
+    def pins_refused(self) -> int:
+        """Pins that were over the budget so far."""
+        return self._rows.pins_refused
 
     def tenant_slots(self, tenant: bytes) -> int:
         """Slots charged to a tenant: whoever reserved them."""
-        return self._tenant_slots.get(tenant, 0)
+        return self._slots.used_by(tenant)
+
+    def tenants(self, first: int, count: int) -> list[tuple[bytes, int]]:
+        """Who is charged for how many slots: `count` of them, in no order, after the `first`."""
+        return [(tenant, self._slots.used_by(tenant)) for tenant in self._slots.tenants()[first : first + count]]
 
     def restore(self, records: Sequence[Record], now: float, reserved: Sequence[tuple[Grant, bytes]] = ()) -> None:
         """Fill a fresh directory with what a journal or a scan found; of two rows for one block the later one wins.
 
-        `reserved`: (grant, tenant) of slots that are being written to.
+        `reserved`: (grant, tenant) of slots that are being written to. Once leases are there again, `trim` and `expire`
+        bring it to what is allowed now.
         """
-        assert self.used_slots == 0 and self._generation >= max((record.generation for record in records), default=0)
+        assert self.used_slots == 0
         newest: dict[BlockHash, Record] = {}
         for record in sorted(records, key=lambda record: record.generation):
             newest[record.block_hash] = record
+        claims = [(Grant(record.slot, record.generation), record.tenant) for record in newest.values()]
+        self._slots.restore([*claims, *reserved])
         for record in newest.values():
-            assert self._at[record.slot] is None, record
-            self._take(record.slot, record.generation, record.tenant)
-            self._make_ready(record, now)
-        for grant, tenant in reserved:
-            assert self._states[grant.slot] == SlotState.FREE, grant
-            self._take(grant.slot, grant.generation, tenant)
-        self._free = [slot for slot in reversed(range(self.slot_count)) if self._states[slot] == SlotState.FREE]
+            self._slots.states[record.slot] = SlotState.READY
+        self._rows.let_go([self._rows.insert(record, now) for record in newest.values()])
+
+    def trim(self) -> None:
+        """Let rows of tenants go that are over their quota, which was larger once."""
+        evicted = [row for tenant in self._slots.tenants() for row in self._evict(self._excess(tenant, 0), tenant)]
+        if self._log is not None and evicted:
+            self._log.dropped(evicted)
 
     def reserve(self, count: int, tenant: bytes = NO_TENANT) -> list[Grant]:
         """Up to `count` slots to write into, evicting the coldest rows as needed; fewer if all is leased or written.
 
-        A granted slot shows nothing until it is published; the old row's hash is gone at once.
+        A tenant at its quota pays with its own coldest rows alone. The hash of an evicted row is gone at once.
         """
-        grants: list[Grant] = []
-        self._evict(count - len(self._free))
-        while self._free and len(grants) < count:
-            slot = self._free.pop()
-            self._generation += 1
-            self._take(slot, self._generation, tenant)
-            grants.append(Grant(slot, self._generation))
+        count = self._make_room(count, tenant)
+        self._evict(count - self._slots.free_count)
+        grants = self._slots.grant(count, tenant)
         if self._log is not None and grants:
             self._log.reserved(grants)
         return grants
 
+    def has_room(self, count: int, tenant: bytes = NO_TENANT) -> bool:
+        """Whether `reserve` would give that many now, all of them. What the quota refuses is counted."""
+        own = self._excess(tenant, count) - self._rows.queue.candidate_count(tenant)
+        self.quota_shortage.note(tenant, max(0, min(own, count)))
+        return own <= 0 and count <= self._slots.free_count + len(self._rows.queue)
+
     def publish(self, records: Sequence[Record], now: float) -> list[tuple[PublishOutcome, Record | None]]:
-        """Bind written slots to their hashes. With DUPLICATE comes the record that stays, with STALE None."""
+        """Bind written slots to their hashes. With DUPLICATE comes the record that stays, with STALE None.
+
+        A row whose pin is over the budget becomes an ordinary one.
+        """
         answers: list[tuple[PublishOutcome, Record | None]] = []
         published: list[Record] = []
+        fits, states, insert = self._slots.fits, self._slots.states, self._rows.insert
+        tenant_of, by_hash = self._slots.tenant_of, self._rows.by_hash
         for record in records:
-            slot = record.slot
-            if not self._is(slot, record.generation, SlotState.WRITING):
+            if not fits(record.slot, record.generation, SlotState.WRITING):
                 answers.append((PublishOutcome.STALE, None))
                 continue
-            existing = self._records.get(record.block_hash)
+            existing = by_hash.get(record.block_hash)
             if existing is not None:
-                self._release_slot(slot)
+                self._slots.free([record.slot])
                 answers.append((PublishOutcome.DUPLICATE, existing))
                 continue
-            self._make_ready(record, now)
-            answers.append((PublishOutcome.PUBLISHED, record))
-            published.append(record)
+            assert record.tenant == tenant_of(record.slot), record
+            states[record.slot] = SlotState.READY
+            ready = insert(record, now)
+            answers.append((PublishOutcome.PUBLISHED, ready))
+            published.append(ready)
+        self._rows.let_go(published)
         if self._log is not None and published:
             self._log.published(published)
         return answers
@@ -152,146 +168,132 @@ class Directory:
     def abandon(self, grants: Sequence[Grant]) -> None:
         """Give reservations back; their I/O must have completed. A stale grant is ignored."""
         for slot, generation in grants:
-            if self._is(slot, generation, SlotState.WRITING):
-                self._release_slot(slot)
+            if self._slots.fits(slot, generation, SlotState.WRITING):
+                self._slots.free([slot])
 
     def find(self, hashes: Sequence[BlockHash]) -> list[Record]:
         """Records of the leading run of `hashes` that is here."""
-        found: list[Record] = []
-        get = self._records.get
-        for block_hash in hashes:
-            record = get(block_hash)
-            if record is None:
-                break
-            found.append(record)
-        return found
+        return self._rows.find(hashes)
 
     def holds(self, block_hash: BlockHash) -> bool:
         """Whether a READY row has this hash."""
-        return block_hash in self._records
+        return block_hash in self._rows.by_hash
 
     def touch(self, hashes: Sequence[BlockHash], now: float) -> None:
         """Note a use of each block that is here. Callers touch whole chains, so that parents never look colder."""
-        self._queue.touch(hashes, now)
+        self._rows.queue.touch(hashes, now)
 
     def stamp(self, hashes: Sequence[BlockHash], now: float) -> None:
         """Note when the blocks of a chain were last used, without counting that as a further use."""
-        self._queue.stamp(hashes, now)
+        self._rows.queue.stamp(hashes, now)
 
     def acquire(self, records: Sequence[Record]) -> list[Lease | None]:
         """One more lease on each row that is still the one its record names, else None."""
         leases: list[Lease | None] = []
         for record in records:
             slot = record.slot
-            if not self._is(slot, record.generation, SlotState.READY):
+            if not self._slots.fits(slot, record.generation, SlotState.READY):
                 leases.append(None)
                 continue
-            self._lease_counts[slot] += 1
-            self._queue.set_busy([record.block_hash])
+            self._slots.lease_counts[slot] += 1
+            self._rows.queue.set_busy([record.block_hash])
             leases.append(Lease(record))
         return leases
 
     def release(self, leases: Sequence[Lease]) -> None:
         """End leases, each as often as it was acquired; the last one frees a dropped slot."""
+        slots = self._slots
         for lease in leases:
             slot = lease.record.slot
-            assert self._generations[slot] == lease.record.generation and self._lease_counts[slot] > 0, lease
-            self._lease_counts[slot] -= 1
-            if self._lease_counts[slot] == 0:
-                if self._states[slot] == SlotState.DROPPED:
-                    self._release_slot(slot)
+            state, generation, _ = slots.of(slot)
+            assert generation == lease.record.generation and slots.lease_counts[slot] > 0, lease
+            slots.lease_counts[slot] -= 1
+            if slots.lease_counts[slot] == 0:
+                if state is SlotState.DROPPED:
+                    slots.free([slot])
                 else:
-                    self._queue.set_idle([lease.record.block_hash])
+                    record = self._rows.at[slot]
+                    assert record is not None, slot
+                    self._rows.let_go([record])
 
     def drop(self, records: Sequence[Record]) -> list[Record]:
         """Hide rows at once, freeing each slot when its last lease ends; returns those that were still there."""
         dropped: list[Record] = []
         for record in records:
-            if self._is(record.slot, record.generation, SlotState.READY):
-                self._queue.remove(record.block_hash)
-                self._hide(record.slot)
-                if self._lease_counts[record.slot] == 0:
-                    self._release_slot(record.slot)
-                dropped.append(record)
+            if self._slots.fits(record.slot, record.generation, SlotState.READY):
+                dropped.append(self._rows.remove(record))
+                self._slots.states[record.slot] = SlotState.DROPPED
+                if self._slots.lease_counts[record.slot] == 0:
+                    self._slots.free([record.slot])
         if self._log is not None and dropped:
             self._log.dropped(dropped)
         return dropped
 
+    def retain(self, hashes: Sequence[BlockHash], asked: Retention) -> None:
+        """A request that asks for `asked` uses these blocks: each stays for the longer of that and what it has.
+
+        Give whole chains from their first block on, so that no parent is colder than its child; pins are granted in
+        that order while their budget lasts.
+        """
+        self._tell_retained(self._rows.retain(hashes, asked))
+
+    def unpin(self, hashes: Sequence[BlockHash]) -> None:
+        """These blocks can be evicted again."""
+        self._tell_retained(self._rows.unpin(hashes))
+
+    def expire(self, unix_s: float) -> list[Record]:
+        """Hide the rows whose time has come; returns them."""
+        due = self._rows.due(unix_s)
+        self.expired += len(due)
+        return self.drop(due)
+
     def coldest(self, count: int) -> list[Record]:
         """The `count` rows that would be evicted next, in that order, left in place."""
-        return [self._records[block_hash] for block_hash in self._queue.coldest(count)]
+        return [self._rows.by_hash[block_hash] for block_hash in self._rows.queue.coldest(count)]
 
     def records(self) -> list[Record]:
         """All READY rows."""
-        return list(self._records.values())
+        return list(self._rows.by_hash.values())
 
     def record_at(self, slot: int) -> Record | None:
         """The READY row in a slot."""
-        return self._at[slot]
+        return self._rows.at[slot]
+
+    def use_of(self, block_hash: BlockHash) -> BlockUse:
+        """How a block that is here was used; not to be changed."""
+        return self._rows.queue.use_of(block_hash)
 
     def state_of(self, slot: int) -> tuple[SlotState, int, bytes]:
         """State, generation and tenant of a slot."""
-        return SlotState(self._states[slot]), self._generations[slot], self._tenants[slot]
+        return self._slots.of(slot)
 
     def check(self) -> None:
         """Assert every invariant of the books; costs a walk over all slots."""
-        free = set(self._free)
-        assert len(free) == len(self._free), "a slot is twice in the free list"
-        tenants: dict[bytes, int] = {}
-        for slot in range(self.slot_count):
-            state, leases, record = self._states[slot], self._lease_counts[slot], self._at[slot]
-            assert (slot in free) == (state == SlotState.FREE), (slot, state)
-            assert (record is not None) == (state == SlotState.READY), (slot, state)
-            assert leases == 0 or state in (SlotState.READY, SlotState.DROPPED), (slot, state, leases)
-            assert leases > 0 or state != SlotState.DROPPED, slot
-            assert self._generations[slot] <= self._generation, slot
-            if record is not None:
-                assert record.slot == slot and record.generation == self._generations[slot], (slot, record)
-                assert self._records.get(record.block_hash) is record, record
-                assert record.tenant == self._tenants[slot], record
-                assert (record.block_hash in self._queue) == (leases == 0), (slot, leases)
-            if state != SlotState.FREE:
-                tenants[self._tenants[slot]] = tenants.get(self._tenants[slot], 0) + 1
-        assert len(self._records) == sum(record is not None for record in self._at)
-        assert tenants == self._tenant_slots, (tenants, self._tenant_slots)
-        self._queue.check()
+        self._slots.check()
+        self._rows.check()
 
-    def _is(self, slot: int, generation: int, state: SlotState) -> bool:
-        return 0 <= slot < self.slot_count and self._generations[slot] == generation and self._states[slot] == state
+    def _tell_retained(self, changed: Sequence[Record]) -> None:
+        if self._log is not None and changed:
+            self._log.retained(changed)
 
-    def _take(self, slot: int, generation: int, tenant: bytes) -> None:
-        self._states[slot] = SlotState.WRITING
-        self._generations[slot] = generation
-        self._tenants[slot] = tenant
-        self._tenant_slots[tenant] = self._tenant_slots.get(tenant, 0) + 1
+    def _excess(self, tenant: bytes, count: int) -> int:
+        """Slots over its quota that a tenant would have with `count` more."""
+        tenant_max = self._limits.tenant_max
+        return 0 if tenant_max is None or tenant == NO_TENANT else self._slots.used_by(tenant) + count - tenant_max
 
-    def _make_ready(self, record: Record, now: float) -> None:
-        slot = record.slot
-        assert record.tenant == self._tenants[slot], record
-        self._states[slot] = SlotState.READY
-        self._records[record.block_hash] = record
-        self._at[slot] = record
-        self._queue.insert(record.block_hash, record.depth, now, record.priority)
-        self._queue.set_idle([record.block_hash])
+    def _make_room(self, count: int, tenant: bytes) -> int:
+        """How many of `count` slots a tenant may have, after its own coldest rows have gone for them."""
+        evicted = self._evict(self._excess(tenant, count), tenant)
+        granted = max(0, count - max(0, self._excess(tenant, count)))
+        self.quota_shortage.note(tenant, count - granted)
+        left_over = evicted[: max(0, len(evicted) - granted)]  # slots that were freed last are granted first
+        if self._log is not None and left_over:
+            self._log.dropped(left_over)
+        return granted
 
-    def _hide(self, slot: int) -> None:
-        record = self._at[slot]
-        assert record is not None, slot
-        del self._records[record.block_hash]
-        self._at[slot] = None
-        self._states[slot] = SlotState.DROPPED
-
-    def _release_slot(self, slot: int) -> None:
-        self._states[slot] = SlotState.FREE
-        self._free.append(slot)
-        tenant = self._tenants[slot]
-        self._tenant_slots[tenant] -= 1
-        if self._tenant_slots[tenant] == 0:
-            del self._tenant_slots[tenant]
-
-    def _evict(self, count: int) -> None:
-        for block_hash in self._queue.pop(count):
-            slot = self._records[block_hash].slot
-            self._hide(slot)
-            self._release_slot(slot)
-            self.evictions += 1
+    def _evict(self, count: int, tenant: bytes | None = None) -> list[Record]:
+        """Let the coldest rows go, of all or of a tenant."""
+        evicted = self._rows.pop(count, tenant)
+        self._slots.free([record.slot for record in evicted])
+        self.evictions += len(evicted)
+        return evicted

@@ -15,17 +15,20 @@ from typing import TypedDict
 from typing_extensions import Unpack
 
 from kvtier.assembly import assemble
+from kvtier.bell import Bell
 from kvtier.block import Tier
 from kvtier.config import EngineConfig
+from kvtier.device import Device, make_device
 from kvtier.errors import RequestError, Unavailable
 from kvtier.intake import Intake
-from kvtier.loop import Bell, EngineLoop
-from kvtier.metrics import DEMOTIONS, PROMOTIONS, Metrics
+from kvtier.loop import DRAIN_S, EngineLoop
+from kvtier.metrics import DEMOTIONS, LOAD_DECISIONS, PROMOTIONS, SHELVES, Metrics
 from kvtier.outbox import Outbox, Sink
 from kvtier.request import Completion, Request, SamplingParams, TokenEvent
 from kvtier.runner import Runner
 from kvtier.scheduler import Scheduler, SchedulerLimits
 from kvtier.session import RequestHandle, sample_row
+from kvtier.turns import StreamedTurns
 
 Prompt = str | list[int] | list[dict[str, object]]
 """Text, token ids, or chat messages."""
@@ -36,29 +39,46 @@ class RequestOptions(TypedDict, total=False):
 
     priority: int
     cache_salt: str
+    cache_tenant: str
+    cache_priority: int
+    cache_ttl_s: int | None
+    cache_pin: bool
+    cache_read: bool
+    cache_write: bool
 
 
 class Engine:
     """A model with its KV cache over three tiers. Use it as a context manager, or call `close`."""
 
-    def __init__(self, config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        progress: Callable[[int, int], None] | None = None,
+        device: Device | None = None,
+    ) -> None:
         """Load the model, allocate the tiers and start. `progress(done_bytes, total_bytes)` follows the weights.
 
+        `device` stands in for the one that the configuration names, for tests and rehearsals.
         Raises ConfigError (a key does not fit this machine) or CheckpointError (the model folder).
         """
         self.config = config
         self.metrics = Metrics()
         bell = Bell()
-        parts = assemble(config, self.metrics, bell.ring, progress)
+        device = device if device is not None else make_device(config.device)
+        parts = assemble(config, self.metrics, bell.ring, progress, device)
         self.tokenizer = parts.tokenizer
         self.model_config = parts.decoder.config
         self._store = parts.store
-        self._runner = Runner(parts.decoder, sample_row)
+        self._runner = Runner(parts.decoder, sample_row, device)
         limits = SchedulerLimits(config.scheduler.step_tokens, config.scheduler.sequences_max)
-        self._scheduler = Scheduler(parts.store, limits)
+        self._scheduler = Scheduler(parts.store, limits, parts.streams)
         self._intake = Intake(parts, config)
         self._outbox = Outbox(config.senders)
-        self._loop = EngineLoop(self._store, self._scheduler, self._runner, self._outbox, bell, self.metrics)
+        turns = None
+        if self._store.stager is not None:
+            share = config.scheduler.streamed_share
+            turns = StreamedTurns(self._scheduler.staged_parts, self._runner, self._store.stager, share)
+        self._loop = EngineLoop(self._store, self._scheduler, self._runner, self._outbox, bell, self.metrics, turns)
         self._closed = False
         self._loop.start()
 
@@ -97,44 +117,56 @@ class Engine:
         self,
         prompts: list[str] | list[list[int]] | list[Prompt],
         params: SamplingParams | list[SamplingParams] | None = None,
+        **options: Unpack[RequestOptions],
     ) -> list[Completion]:
-        """Complete all prompts, batched; returns in their order. Raises the first error of any of them."""
+        """Complete all prompts, batched; returns in their order. Raises the first error of any of them.
+
+        `options` are those of each request.
+        """
         each = params if isinstance(params, list) else [params or SamplingParams()] * len(prompts)
         if len(each) != len(prompts):
             raise ValueError(f"params: one for each prompt is needed, got {len(each)} for {len(prompts)} prompts")
         streams: list[EventStream] = []
         try:
-            streams.extend(self.stream(prompt, own) for prompt, own in zip(prompts, each, strict=True))
+            streams.extend(self.stream(prompt, own, **options) for prompt, own in zip(prompts, each, strict=True))
             return [stream.collect() for stream in streams]
         finally:
             for stream in streams:
                 stream.close()
 
     def evict(self, tier: str) -> None:
-        """Push what nobody holds in "hbm" or "dram" one tier down, and wait until that is done."""
+        """Push what nobody holds in "hbm" or "dram" one tier down, and wait until that is done.
+
+        What cannot be copied within `DRAIN_S` is let go of. Raises Unavailable if the engine does not even get to that.
+        """
         if tier not in (Tier.HBM.value, Tier.DRAM.value):
             raise ValueError(f'tier: must be "hbm" or "dram", got {tier!r}')
-        self._loop.drain(Tier(tier)).done.wait()
+        if not self._loop.drain(Tier(tier)).done.wait(2 * DRAIN_S):
+            raise Unavailable(f"{tier} is not evicted within {2 * DRAIN_S} s: the engine is stuck in a pass")
 
     def stats(self) -> dict[str, int]:
         """Plain numbers of the moment: queues, blocks and bytes by tier, transfers, evictions, failures."""
         metrics = self.metrics
         promoted = {f"promoted_{s}_{t}": int(metrics.promoted_blocks.value(s, t)) for s, t in PROMOTIONS}
         demoted = {f"demoted_{s}_{t}": int(metrics.demoted_blocks.value(s, t)) for s, t in DEMOTIONS}
+        decided = {f"decided_{made}_{t}": int(metrics.load_decisions.value(t, made)) for t, made in LOAD_DECISIONS}
         return {
             "running": self._scheduler.running_count,
             "waiting": self._scheduler.waiting_count,
             "preemptions": self._scheduler.preemption_count,
+            "streamed": self._scheduler.streamed_count,
+            **{f"streamed_{t}_bytes": int(metrics.streamed_bytes.value(t)) for (t,) in SHELVES},
             **self._store.stats(),
             **promoted,
             **demoted,
+            **decided,
         }
 
     def close(self, deadline_s: float = 10.0) -> None:
-        """Cancel what runs, deliver final events, let transfers end, close the shelves; may be repeated.
+        """Cancel what runs, deliver final events, write down what waits to be, close the shelves; may be repeated.
 
         All of that within `deadline_s`: a thread that hangs is left behind with its memory, and NVMe then comes back
-        as after a kill.
+        as after a kill. What is not written by half of the time that is left for it stays cold.
         """
         if self._closed:
             return
@@ -143,6 +175,8 @@ class Engine:
         ended = self._loop.close(deadline_s * 0.6)
         self._outbox.close(max(0.0, (end - time.monotonic()) / 2))
         if ended:
+            if not self._loop.failed:
+                self._store.write_down((end - time.monotonic()) / 2)
             self._store.close(max(0.0, end - time.monotonic()))
 
     def __enter__(self) -> Engine:

@@ -1,7 +1,7 @@
 """Intake: from a caller's `Request` to a `Sequence` the scheduler can take, or a refusal that says what does not fit.
 
 Runs on the caller's thread (tokenizing is the expensive part). Owns the limits a request must meet: context,
-vocabulary, HBM. Knows no queue; the loop keeps those.
+vocabulary, what the tiers hold. Knows no queue; the loop keeps those.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Intake:
         self._parts = parts
         self._model = parts.decoder.config
         self._block_tokens = parts.store.layout.block_tokens
-        self._hbm_tokens = parts.store.usable_count * self._block_tokens
+        self._capacity = parts.capacity
         self._max_tokens_default = config.max_tokens_default
         self._numbers = itertools.count()
 
@@ -37,9 +37,10 @@ class Intake:
         """A new sequence for `request`. Raises InvalidRequest with field, limit and value."""
         submitted_at = time.monotonic()
         tokens = encode_prompt(self._parts.tokenizer, request.prompt)
-        self._check_tokens(tokens)
+        retention = request.retention(time.time())
+        self._check_tokens(tokens, retention.tenant)
         params = request.params
-        output_max = self._output_max(len(tokens), params.max_tokens)
+        output_max = self._output_max(len(tokens), params.max_tokens, retention.tenant)
         for token in params.stop_token_ids:
             if token >= self._model.vocab:
                 raise InvalidRequest(f"stop_token_ids: must be below the vocabulary {self._model.vocab}, got {token}")
@@ -61,9 +62,12 @@ class Intake:
             stop_ids=eos | frozenset(params.stop_token_ids),
             chain=HashChain(self._parts.namespace, self._block_tokens, request.cache_salt),
             context=session,
+            retention=retention,
+            cache_read=request.cache_read,
+            cache_write=request.cache_write,
         )
 
-    def _check_tokens(self, tokens: list[int]) -> None:
+    def _check_tokens(self, tokens: list[int], tenant: bytes) -> None:
         vocab, context = self._model.vocab, self._parts.context
         low, high = min(tokens), max(tokens)
         if low < 0 or high >= vocab:
@@ -72,21 +76,19 @@ class Intake:
             raise InvalidRequest(
                 f"prompt: has {len(tokens)} tokens, the context of {context} holds {context - 1} and an answer"
             )
-        if len(tokens) > self._hbm_tokens:
-            raise InvalidRequest(
-                f"prompt: has {len(tokens)} tokens, tiers.hbm.bytes holds {self._hbm_tokens}; "
-                "a context larger than HBM is not served"
-            )
+        if len(tokens) > self._capacity.tokens(tenant):
+            raise InvalidRequest(f"prompt: has {len(tokens)} tokens, {self._capacity.shortage(len(tokens), tenant)}")
 
-    def _output_max(self, prompt_count: int, asked: int | None) -> int:
-        """Tokens to generate at most. The last one needs no place in HBM, since nothing attends to it."""
-        room = self._hbm_tokens + 1 - prompt_count
+    def _output_max(self, prompt_count: int, asked: int | None, tenant: bytes) -> int:
+        """Tokens to generate at most. The last one needs no place on any tier, since nothing attends to it."""
+        room = self._capacity.tokens(tenant) + 1 - prompt_count
         if asked is None:
             return min(self._max_tokens_default, self._parts.context - prompt_count, room)
         wanted = min(asked, self._parts.context - prompt_count)
         if wanted > room:
+            total = prompt_count + wanted - 1
             raise InvalidRequest(
-                f"max_tokens: {prompt_count} prompt tokens + {wanted} need {prompt_count + wanted - 1} in HBM, "
-                f"tiers.hbm.bytes holds {self._hbm_tokens}; ask for {room} or fewer"
+                f"max_tokens: {prompt_count} prompt tokens + {wanted} need room for {total}, "
+                f"{self._capacity.shortage(total, tenant)}; ask for {room} or fewer"
             )
         return wanted

@@ -8,16 +8,24 @@ never truth: rows prove themselves. Knows no file but its own and the slab that 
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from kvtier.io.base import KernelCalls, SystemCalls
+from kvtier.io.base import KernelCalls, SystemCalls, uninterrupted, write_all
 from kvtier.record import Grant, Record
-from kvtier.replay import JOURNAL_NAME, FrameKind, JournalShape, gone_frame, head_frame, published_frame
+from kvtier.replay import (
+    JOURNAL_NAME,
+    FrameKind,
+    JournalShape,
+    gone_frame,
+    head_frame,
+    newest_hours,
+    published_frame,
+    spent_frame,
+)
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +47,7 @@ class Journal:
         generation: int,
         calls: SystemCalls | None = None,
         retry_s: float = RETRY_S,
+        spent: Mapping[int, int] | None = None,
     ) -> None:
         """`folder` and `slab_descriptor` must stay open until `close` has returned True."""
         self._folder = folder
@@ -49,6 +58,7 @@ class Journal:
         self._changed = threading.Condition()
         self._live = {record.slot: published_frame(shape, record) for record in records}
         self._generation = generation
+        self._spent = newest_hours(spent or {})
         self._pending: list[bytes] = []
         self._pending_bytes = 0
         self._rewrite = True
@@ -69,11 +79,25 @@ class Journal:
 
     def published(self, records: Sequence[Record]) -> None:
         """The rows can be read."""
+        self._written(records)
+
+    def retained(self, records: Sequence[Record]) -> None:
+        """The rows have another priority, expiry or pin: the later word about a slot counts."""
+        self._written(records)
+
+    def _written(self, records: Sequence[Record]) -> None:
         frames = [published_frame(self._shape, record) for record in records]
         with self._changed:
             for record, frame in zip(records, frames, strict=True):
                 self._live[record.slot] = frame
             self._append(frames)
+
+    def spent(self, hour: int, spent_bytes: int) -> None:
+        """See `SpendingLog`."""
+        frame = spent_frame(self._shape, hour, spent_bytes)
+        with self._changed:
+            self._spent = newest_hours(self._spent | {hour: spent_bytes})
+            self._append([frame])
 
     def close(self, deadline_s: float) -> bool:
         """Write and sync what is left; False if the disk did not answer in time (the thread is left behind)."""
@@ -145,7 +169,8 @@ class Journal:
                 self._rewrite = True
             rewrite, frames = self._rewrite, self._pending
             if rewrite:
-                frames = [head_frame(self._shape, self._generation), *self._live.values()]
+                spent = [spent_frame(self._shape, *pair) for pair in self._spent.items()]
+                frames = [head_frame(self._shape, self._generation), *spent, *self._live.values()]
             self._pending, self._pending_bytes, self._rewrite = [], 0, False
             return frames, rewrite, self._closing
 
@@ -158,7 +183,7 @@ class Journal:
         try:
             os.fchmod(descriptor, 0o600)
             file_bytes = self._write(descriptor, frames, 0)
-            self._calls.fdatasync(descriptor)
+            uninterrupted(self._calls.fdatasync, descriptor)
             os.rename(SPARE_NAME, JOURNAL_NAME, src_dir_fd=self._folder, dst_dir_fd=self._folder)
         except BaseException:
             os.close(descriptor)
@@ -169,19 +194,16 @@ class Journal:
         os.fsync(self._folder)
 
     def _write(self, descriptor: int, frames: list[bytes], offset: int) -> int:
+        """Bytes written."""
         data = memoryview(b"".join(frames))
-        written = 0
-        while written < len(data):
-            count = self._calls.pwritev(descriptor, [data[written : written + WRITE_BYTES]], offset + written)
-            if count == 0:
-                raise OSError(errno.EIO, "nothing was written")
-            written += count
-        return written
+        for start in range(0, len(data), WRITE_BYTES):
+            write_all(self._calls, descriptor, data[start : start + WRITE_BYTES], offset + start)
+        return len(data)
 
     def _sync(self) -> None:
         """The rows first: what a synced journal promises should be there."""
-        self._calls.fdatasync(self._slab)
-        self._calls.fdatasync(self._descriptor)
+        uninterrupted(self._calls.fdatasync, self._slab)
+        uninterrupted(self._calls.fdatasync, self._descriptor)
 
     def _report(self, error: OSError | None) -> None:
         if error is not None and not self._failing:

@@ -13,7 +13,9 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
+from kvtier.bell import Bell
 from kvtier.block import Tier
+from kvtier.cost import Work
 from kvtier.errors import Unavailable
 from kvtier.metrics import Metrics
 from kvtier.models.decoder import NonFiniteError
@@ -24,36 +26,18 @@ from kvtier.scheduler import Scheduler
 from kvtier.sequence import ScheduledSequence, Sequence
 from kvtier.session import session_of
 from kvtier.store import Store
+from kvtier.turns import StreamedTurns
 
 _log = logging.getLogger(__name__)
 
+STALLED = "HBM is held by transfers that do not end; try again later"
+STALLED_STREAM = "DRAM and NVMe have no room now for a context larger than HBM; try again later"
 PUBLISH_S = 0.1
 DRAIN_S = 60.0
 """How long a drain tries to copy before it lets go without a copy."""
 IDLE_S = 5.0
 WAIT_S = 1.0
 """Longest sleeps of the loop with nothing at all, and with something under way, in case a wake is lost."""
-
-
-class Bell:
-    """Wakes the engine thread: rung by intake, cancellations and the shelves' workers."""
-
-    def __init__(self) -> None:
-        self._condition = threading.Condition()
-        self._rung = False
-
-    def ring(self) -> None:
-        """End the current or next `wait`. Any thread."""
-        with self._condition:
-            self._rung = True
-            self._condition.notify()
-
-    def wait(self, timeout_s: float) -> None:
-        """Sleep until rung, or for `timeout_s`. Engine thread."""
-        with self._condition:
-            if not self._rung:
-                self._condition.wait(timeout_s)
-            self._rung = False
 
 
 @dataclass(eq=False, slots=True)
@@ -69,14 +53,23 @@ class EngineLoop:
     """The engine thread and the queues that lead to it."""
 
     def __init__(
-        self, store: Store, scheduler: Scheduler, runner: Runner, outbox: Outbox, bell: Bell, metrics: Metrics
+        self,
+        store: Store,
+        scheduler: Scheduler,
+        runner: Runner,
+        outbox: Outbox,
+        bell: Bell,
+        metrics: Metrics,
+        turns: StreamedTurns | None = None,
     ) -> None:
+        """`turns`: of sequences that stream from NVMe, if there can be any."""
         self._store = store
         self._scheduler = scheduler
         self._runner = runner
         self._outbox = outbox
         self._bell = bell
         self._metrics = metrics
+        self._turns = turns
         self._lock = threading.Lock()
         self._inbox: deque[Sequence] = deque()
         self._cancels: deque[int] = deque()
@@ -98,6 +91,11 @@ class EngineLoop:
     def healthy(self) -> bool:
         """Requests are taken."""
         return not (self._failed or self._closing)
+
+    @property
+    def failed(self) -> bool:
+        """A bug has ended the engine thread: its books are not to be trusted."""
+        return self._failed
 
     def refuse_if_down(self) -> None:
         """Raise Unavailable if requests are not taken."""
@@ -169,18 +167,22 @@ class EngineLoop:
                 drain.done.set()
 
     def _step(self) -> None:
-        """One turn: intake, poll, schedule, pass (build, forward, sample, commit, emit), balance."""
+        """One turn: intake, poll, schedule, pass (build, forward, sample, commit, emit), streamed layers, balance."""
         self._take_in()
         now = time.monotonic()
         self._store.poll(now)
         plan = self._scheduler.schedule(now)
         for sequence in self._scheduler.take_stalled():
-            self._fail(sequence, Unavailable("HBM is held by transfers that do not end; try again later"))
+            self._fail(sequence, Unavailable(STALLED_STREAM if sequence.streamed else STALLED))
         if plan:
             self._pass(plan)
+            if self._turns is not None:
+                work = Work.of((part.start, part.count) for part in plan)
+                self._turns.note_step(work, now, time.monotonic())
+        moved = self._stream(time.monotonic(), alone=not plan) if self._turns is not None else False
         self._balance(now)
-        self._publish(now, idle=not plan)
-        if not plan:
+        self._publish(now, idle=not plan and (self._turns is None or self._turns.deadline is None))
+        if not (plan or moved):
             self._sleep(now)
 
     def _take_in(self) -> None:
@@ -195,12 +197,30 @@ class EngineLoop:
                 self._end(sequence, FinishReason.CANCELLED, "")
 
     def _pass(self, plan: list[ScheduledSequence]) -> None:
+        started_at = time.monotonic()
         try:
             tokens = self._runner.run(plan)
         except NonFiniteError as error:
             self._fail_overflowed(plan, error)
         else:
-            self._commit(plan, tokens, time.monotonic())
+            now = time.monotonic()
+            self._learn(plan, now - started_at)
+            self._commit(plan, tokens, now)
+
+    def _stream(self, now: float, alone: bool) -> bool:
+        """Give streamed sequences their turn; whether anything has moved."""
+        assert self._turns is not None
+        ended = self._turns.turn(now, alone)
+        if ended is not None and ended.error is not None:
+            self._fail_overflowed([ended.part], ended.error)
+        elif ended is not None:
+            self._learn([ended.part], ended.busy_s)
+            self._commit([ended.part], ended.tokens, time.monotonic())
+        return self._turns.moved
+
+    def _learn(self, plan: list[ScheduledSequence], seconds: float) -> None:
+        if any(part.count > 1 for part in plan):
+            self._store.costs.learn_pass(Work.of((part.start, part.count) for part in plan), seconds)
 
     def _commit(self, plan: list[ScheduledSequence], tokens: list[int], now: float) -> None:
         sampled = iter(tokens)
@@ -222,7 +242,7 @@ class EngineLoop:
                 self._end(part.sequence, reason, text, (token,))
 
     def _end(self, sequence: Sequence, reason: FinishReason, text: str, token_ids: tuple[int, ...] = ()) -> None:
-        self._scheduler.finish(sequence, reason, time.monotonic())
+        self._finish(sequence, reason)
         usage = session_of(sequence).usage(sequence)
         for origin, count in usage.origin.as_dict().items():
             self._metrics.prompt_tokens.add(count, origin)
@@ -230,10 +250,15 @@ class EngineLoop:
         self._send(sequence, TokenEvent(text, token_ids, reason, usage))
 
     def _fail(self, sequence: Sequence, error: Unavailable | NonFiniteError) -> None:
-        self._scheduler.finish(sequence, FinishReason.ERROR, time.monotonic())
+        self._finish(sequence, FinishReason.ERROR)
         self._metrics.requests.add(1, FinishReason.ERROR.value)
         self._metrics.request_failures.add(1, "unavailable" if isinstance(error, Unavailable) else "internal")
         self._send(sequence, TokenEvent("", (), FinishReason.ERROR, None, error))
+
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        if self._turns is not None:
+            self._turns.abandon(sequence)
+        self._scheduler.finish(sequence, reason, time.monotonic())
 
     def _fail_overflowed(self, plan: list[ScheduledSequence], error: NonFiniteError) -> None:
         """End the sequences whose tokens overflowed; nothing was committed, so the others run their part again."""
@@ -267,13 +292,17 @@ class EngineLoop:
             metrics = self._metrics
             metrics.queued_requests.set(self._scheduler.waiting_count)
             metrics.running_requests.set(self._scheduler.running_count)
+            metrics.streamed_requests.set(self._scheduler.streamed_count)
             metrics.preemptions.add(self._scheduler.preemption_count - metrics.preemptions.value())
             self._store.publish_metrics()
 
     def _sleep(self, now: float) -> None:
         """Nothing can run: wait for a request, a completion or a deadline."""
+        if self._closing and not self._live:
+            return  # this step has ended the last request, and nobody rings for that
         if not (self._live or self._drains or self._store.busy):
             self._bell.wait(IDLE_S)
             return
-        deadline = self._scheduler.next_deadline()
-        self._bell.wait(WAIT_S if deadline is None else max(0.0, min(deadline - now, WAIT_S)))
+        deadlines = [self._scheduler.next_deadline(), self._turns.deadline if self._turns is not None else None]
+        deadline = min((deadline for deadline in deadlines if deadline is not None), default=now + WAIT_S)
+        self._bell.wait(max(0.0, min(deadline - now, WAIT_S)))

@@ -23,9 +23,11 @@ PROMOTIONS: tuple[Labels, ...] = (("dram", "hbm"), ("nvme", "hbm"), ("nvme", "dr
 DEMOTIONS: tuple[Labels, ...] = (("hbm", "dram"), ("hbm", "nvme"), ("dram", "nvme"))
 OUTCOMES: tuple[Labels, ...] = (("stop",), ("length",), ("cancelled",), ("error",))
 REQUEST_FAILURES: tuple[Labels, ...] = (("invalid",), ("unavailable",), ("internal",))
-SHELF_FAILURES: tuple[Labels, ...] = tuple(
-    (tier, reason) for tier in ("dram", "nvme") for reason in ("bad_row", "short_read", "io_error", "late", "no_space")
-)
+FAILURE_REASONS = ("bad_row", "short_read", "io_error", "late", "no_space", "unanswered")
+SHELF_FAILURES: tuple[Labels, ...] = tuple((tier, reason) for tier in ("dram", "nvme") for reason in FAILURE_REASONS)
+SHELVES: tuple[Labels, ...] = (("dram",), ("nvme",))
+LOAD_DECISIONS: tuple[Labels, ...] = tuple((tier, made) for tier in ("dram", "nvme") for made in ("load", "recompute"))
+RATIO_BUCKETS = (0.125, 0.25, 0.5, 0.8, 1.25, 2.0, 4.0, 8.0, 64.0)
 TRANSFER_BUCKETS_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 TPOT_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
@@ -191,14 +193,49 @@ class Metrics:
         self.evicted_blocks = counter(
             "kvtier_evicted_blocks_total", "Blocks a tier let go of to make room", tier, TIERS
         )
+        self.pinned_blocks = gauge("kvtier_pinned_blocks", "Blocks of a shelf that are never evicted", tier, SHELVES)
+        self.expired_blocks = counter(
+            "kvtier_expired_blocks_total", "Blocks a tier let go of at their TTL", tier, TIERS
+        )
+        self.pins_refused = counter("kvtier_pins_refused_total", "Pins beyond tiers.pin_share", tier, SHELVES)
+        self.quota_refused = counter(
+            "kvtier_quota_refused_blocks_total",
+            "Blocks a tenant's quota kept from a shelf, not counted again while they wait",
+            tier,
+            SHELVES,
+        )
+        self.write_budget_refused = counter(
+            "kvtier_write_budget_refused_blocks_total",
+            "Blocks tiers.nvme.write_bytes_day kept from a shelf, not counted again while they wait",
+            tier,
+            SHELVES,
+        )
         self.evicted_bytes = counter("kvtier_evicted_bytes_total", "Bytes a tier let go of to make room", tier, TIERS)
         self.shelf_failures = counter(
             "kvtier_shelf_failures_total", "Shelf troubles that became misses", ("tier", "reason"), SHELF_FAILURES
         )
 
+        self.streamed_bytes = counter(
+            "kvtier_streamed_bytes_total", "KV bytes that contexts larger than HBM attended to elsewhere", tier, SHELVES
+        )
+        self.streamed_requests = gauge("kvtier_streamed_requests", "Requests whose context is larger than HBM")
+
         self.transfer_seconds = histogram(
             "kvtier_transfer_seconds", "Time of a transfer", TRANSFER_BUCKETS_S, pair, PROMOTIONS + DEMOTIONS
         )
+        self.load_decisions = counter(
+            "kvtier_load_decisions_total",
+            "Blocks that a shelf had, by whether they were read or computed",
+            ("tier", "decision"),
+            LOAD_DECISIONS,
+        )
+        self.load_time_ratio = histogram(
+            "kvtier_load_time_ratio", "Time of a batch of reads over its prediction", RATIO_BUCKETS, tier, SHELVES
+        )
+        self.tier_read_speed = gauge(
+            "kvtier_tier_read_bytes_per_second", "Estimate of how fast a shelf is read", tier, SHELVES
+        )
+        self.prefill_speed = gauge("kvtier_prefill_tokens_per_second", "Estimate of how fast prompts are computed")
         self.dropped_observations = counter(
             "kvtier_dropped_observations_total", "Histogram observations that came too fast to be published"
         )

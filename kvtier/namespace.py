@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import secrets
 from array import array
 from collections.abc import Mapping, Sequence
 
@@ -41,8 +42,13 @@ class HashChain:
     """Extends the chain of block hashes of one sequence: block i's hash covers tokens 0 .. (i+1) x block_tokens."""
 
     def __init__(self, namespace: bytes, block_tokens: int, salt: str = "", adapter: str = "") -> None:
+        self._namespace = namespace
         self._prefix = framed([namespace, salt.encode(), adapter.encode()])
         self._block_tokens = block_tokens
+
+    def private(self) -> HashChain:
+        """A chain for the same content whose hashes nobody else can know."""
+        return HashChain(self._namespace, self._block_tokens, secrets.token_hex(32))
 
     def extend(self, hashes: list[BlockHash], tokens: Sequence[int]) -> None:
         """Append to `hashes` one hash for each full block of `tokens` that has none yet. Ids must fit 32 bits."""

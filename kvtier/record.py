@@ -14,6 +14,8 @@ from kvtier.block import BlockHash
 TENANT_BYTES = 16
 NO_TENANT = bytes(TENANT_BYTES)
 """The tenant of unsalted blocks."""
+GENERATION_END = 1 << 62
+"""No generation that is read from anywhere is as high."""
 
 
 class Grant(NamedTuple):
@@ -36,8 +38,9 @@ class Record(NamedTuple):
     """One xxh3_64 (8 bytes) per slice, in layer order."""
     priority: int = 0
     expiry_s: int = 0
-    """Unix seconds; 0: never. Carried in header and journal, written as 0 until requests can ask for it."""
+    """Unix seconds; 0: never."""
     tenant: bytes = NO_TENANT
+    pinned: bool = False
 
 
 class Lease(NamedTuple):

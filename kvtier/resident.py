@@ -12,6 +12,7 @@ from kvtier.block import BlockHash
 from kvtier.eviction import PolicyMaker
 from kvtier.pool import SlotPool
 from kvtier.prefix import PrefixIndex
+from kvtier.retention import PLAIN, Retention
 
 
 class ResidentBlocks:
@@ -21,6 +22,7 @@ class ResidentBlocks:
         self._pool = SlotPool(slot_count)
         self._prefix = PrefixIndex(policy, slot_count)
         self.evicted_count = 0
+        self.expired_count = 0
 
     @property
     def slot_count(self) -> int:
@@ -67,6 +69,10 @@ class ResidentBlocks:
         """When a slot's sealed block was last used."""
         return self._prefix.last_use(slot)
 
+    def retention_of(self, slot: int) -> Retention:
+        """What is asked for a slot's sealed block."""
+        return self._prefix.retention_of(slot)
+
     def holds(self, slot: int) -> int:
         """How many hold a slot."""
         return self._pool.holds(slot)
@@ -92,16 +98,26 @@ class ResidentBlocks:
         if len(sealed) < len(idle):
             self._pool.free([slot for slot in idle if self._prefix.hash_of(slot) is None])
 
-    def seal(self, slot: int, block_hash: BlockHash, depth: int, now: float) -> int:
+    def retain(self, hashes: Sequence[BlockHash], retention: Retention) -> None:
+        """Raise what is asked for those of these blocks that are here."""
+        self._prefix.retain(hashes, retention)
+
+    def expire(self, unix_s: float) -> None:
+        """What must not be found any more is not: a slot is freed with its last hold."""
+        slots = self._prefix.expire(unix_s)
+        self.expired_count += len(slots)
+        self._pool.free([slot for slot in slots if self._pool.holds(slot) == 0])
+
+    def seal(self, slot: int, block_hash: BlockHash, depth: int, now: float, retention: Retention = PLAIN) -> int:
         """Give a held, full block its hash. If the content is there already, the hold moves to that slot, returned."""
         existing = self._prefix.find(block_hash)
-        if existing == slot:
-            return slot
         if existing is None:
-            self._prefix.insert(block_hash, slot, depth, now)
+            self._prefix.insert(block_hash, slot, depth, now, retention)
             return slot
-        self.hold([existing])
-        self.release([slot])
+        self._prefix.retain([block_hash], retention)
+        if existing != slot:
+            self.hold([existing])
+            self.release([slot])
         return existing
 
     def coldest(self, count: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""The runner: one pass from scheduled sequences to sampled tokens.
+"""The runner: one pass from scheduled sequences to sampled tokens, at once or a few layers at a time.
 
 Owns the decoder and the sampler; turns a plan into tensors, runs the forward pass and samples. Knows neither tiers nor
 the scheduler: it reads sequences and addresses only. Called by the engine, on the engine thread.
@@ -9,20 +9,40 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from collections.abc import Sequence as Parts
+from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from kvtier.batch import build_batch
-from kvtier.models.decoder import Decoder, NonFiniteError
+from kvtier.batch import PassBatch, build_batch
+from kvtier.device.base import Device
+from kvtier.device.host import HostDevice
+from kvtier.models.decoder import Decoder, Hidden, NonFiniteError
 from kvtier.sampler import Sampler, SampleRow
 from kvtier.sequence import ScheduledSequence, Sequence
 
 
-class Runner:
-    """Decoder and sampler behind one call."""
+@dataclass(eq=False, slots=True)
+class RestingPass:
+    """A pass over one part that rests between two layers."""
 
-    def __init__(self, decoder: Decoder, row_of: Callable[[Sequence], SampleRow]) -> None:
-        """`row_of` gives what the sampler needs to know of a sequence."""
+    part: ScheduledSequence
+    batch: PassBatch
+    hidden: Hidden
+
+    @property
+    def layer(self) -> int:
+        """The next layer."""
+        return self.hidden.layer
+
+
+class Runner:
+    """Decoder and sampler behind a few calls."""
+
+    def __init__(self, decoder: Decoder, row_of: Callable[[Sequence], SampleRow], device: Device | None = None) -> None:
+        """`row_of` gives what the sampler needs to know of a sequence. The decoder is `device`'s; None: the CPU's."""
+        self._device = device if device is not None else HostDevice()
         self._decoder = decoder
         self._sampler = Sampler()
         self._row_of = row_of
@@ -33,7 +53,47 @@ class Runner:
 
         Raises NonFiniteError naming all tokens (indices into the pass) without a usable result.
         """
-        logits = self.logits(parts)
+        return self._sample(parts, self.logits(parts))
+
+    def logits(self, parts: Parts[ScheduledSequence]) -> torch.Tensor:
+        """The forward pass alone: fp32 [row, vocab] for the parts that sample."""
+        batch = self._build(parts)
+        return self._decoder.forward(batch.token_ids, batch.positions, batch.attention, batch.logits_rows)
+
+    @torch.inference_mode()
+    def begin(self, part: ScheduledSequence) -> RestingPass:
+        """Begin a pass over one part; it rests before the first layer. Its rows must not move until it has ended."""
+        batch = self._build([part])
+        return RestingPass(part, batch, self._decoder.begin(batch.token_ids, batch.positions))
+
+    @torch.inference_mode()
+    def run_layers(
+        self, resting: RestingPass, layers: range, places: NDArray[np.int64], addresses: NDArray[np.int64]
+    ) -> None:
+        """Run the next layers, `layers`. For them the rows of the blocks `places` lie at `addresses`."""
+        attention = resting.batch.attention
+        place = self._device.place
+        attention.tables[0, torch.from_numpy(places).to(place)] = torch.from_numpy(addresses).to(place)
+        self._decoder.run_layers(resting.hidden, layers, attention)
+
+    @torch.inference_mode()
+    def end(self, resting: RestingPass) -> list[int]:
+        """What `run` would have returned or raised, once the pass is through all layers."""
+        return self._sample([resting.part], self.end_logits(resting))
+
+    def end_logits(self, resting: RestingPass) -> torch.Tensor:
+        """Of a pass that is through all layers, what `logits` would have returned."""
+        return self._decoder.end(resting.hidden, resting.batch.logits_rows)
+
+    def finish(self) -> None:
+        """Wait until layers that were run have done with their rows. `run` and `end` have waited themselves."""
+        self._device.finish()
+
+    def _build(self, parts: Parts[ScheduledSequence]) -> PassBatch:
+        self._device.enter()
+        return build_batch(parts, self._decoder.layout.block_tokens).to(self._device.place)
+
+    def _sample(self, parts: Parts[ScheduledSequence], logits: torch.Tensor) -> list[int]:
         sampling = [part.sequence for part in parts if part.samples]
         if not sampling:
             return []
@@ -45,8 +105,3 @@ class Runner:
             lost = tuple(index for index, token in zip(last, tokens, strict=True) if token is None)
             raise NonFiniteError(lost, self._decoder.dtype)
         return chosen
-
-    def logits(self, parts: Parts[ScheduledSequence]) -> torch.Tensor:
-        """The forward pass alone: fp32 [row, vocab] for the parts that sample."""
-        batch = build_batch(parts, self._decoder.layout.block_tokens)
-        return self._decoder.forward(batch.token_ids, batch.positions, batch.attention, batch.logits_rows)

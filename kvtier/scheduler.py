@@ -4,7 +4,8 @@ Owns the queues of sequences and decides admission, chunking, preemption and fin
 torch, no clock (time is an argument), no I/O of its own. The engine calls `schedule`, runs the pass, then `commit`s.
 
 Cannot deadlock: slots are given optimistically, but the oldest sequence gets what later ones hold (they are preempted
-and resume from the tiers), and none is admitted whose whole length would not fit HBM.
+and resume from the tiers). One whose whole length would not fit HBM is streamed: it runs within a working set, and only
+once it has rows on the shelves for all the rest (streams.py).
 """
 
 from __future__ import annotations
@@ -13,15 +14,17 @@ from bisect import insort
 from collections import Counter
 from dataclasses import dataclass
 
-from kvtier.promotion import Fetch
+from kvtier.cost import Work
+from kvtier.fetch import Fetch
 from kvtier.request import FinishReason
-from kvtier.sequence import ScheduledSequence, Sequence, SequenceState
+from kvtier.sealing import Sealer
+from kvtier.sequence import Rank, ScheduledSequence, Sequence, SequenceState
+from kvtier.staged_parts import StagedParts
 from kvtier.store import Store
+from kvtier.streams import STALL_S, StreamLimits, Streams
 
 PATIENCE_S = 1.0
 """How long a running sequence waits for slots that transfers hold before later ones are preempted for it."""
-STALL_S = 30.0
-"""A sequence whose slots are all held by hung transfers is given up after this long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,20 +38,30 @@ class SchedulerLimits:
 class Scheduler:
     """Continuous batching with chunked prefill under one token budget a step."""
 
-    def __init__(self, store: Store, limits: SchedulerLimits) -> None:
+    def __init__(self, store: Store, limits: SchedulerLimits, stream_limits: StreamLimits | None = None) -> None:
+        """Without `stream_limits` nothing is streamed."""
         self._store = store
         self._limits = limits
+        self._streams = Streams(store, stream_limits if stream_limits is not None else StreamLimits())
+        self._sealer = Sealer(store)
         self._block_tokens = store.layout.block_tokens
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
         self._fetches: dict[int, tuple[Sequence, Fetch]] = {}
         self._stalled: list[Sequence] = []
+        self.staged_parts = StagedParts(store, self._streams, self._running, self._plan_alone)
+        """What suspended passes are made of."""
         self.preemption_count = 0
 
     @property
     def waiting_count(self) -> int:
         """Sequences without slots."""
-        return len(self._waiting)
+        return len(self._waiting) + len(self._streams.waiting)
+
+    @property
+    def streamed_count(self) -> int:
+        """Streamed sequences that have rows on the shelves."""
+        return self._streams.count
 
     @property
     def running_count(self) -> int:
@@ -58,39 +71,52 @@ class Scheduler:
     @property
     def sequences(self) -> list[Sequence]:
         """All that are not finished."""
-        return [*self._running, *(sequence for sequence, _ in self._fetches.values()), *self._waiting]
+        fetching = (sequence for sequence, _ in self._fetches.values())
+        return [*self._running, *fetching, *self._waiting, *self._streams.waiting]
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a new sequence whose whole length fits HBM."""
+        """Queue a new sequence; it is streamed if its whole length does not fit HBM."""
         longest = sequence.prompt_count + sequence.output_max - 1
-        assert self._store.layout.block_count(longest) <= self._store.usable_count
-        insort(self._waiting, sequence, key=_rank)
+        if self._store.layout.block_count(longest) <= self._store.usable_count:
+            insort(self._waiting, sequence, key=_rank)
+        else:
+            self._streams.add(sequence)
 
     def next_deadline(self) -> float | None:
         """When, at the latest, `schedule` should be called again though nothing has happened."""
-        return min((fetch.deadline for _, fetch in self._fetches.values()), default=None)
+        deadlines = [fetch.deadline for _, fetch in self._fetches.values()] + self._streams.deadlines()
+        return min(deadlines, default=None)
 
     def schedule(self, now: float) -> list[ScheduledSequence]:
         """Plan the next pass; empty if nothing can run now. Every planned token has a slot."""
         self._settle_fetches(now)
+        self._streams.advance(now)
         plan: dict[int, ScheduledSequence] = {}
         budget = self._limits.step_tokens
         decoding = [sequence for sequence in self._running if sequence.remaining_count == 1]
         prefilling = [sequence for sequence in self._running if sequence.remaining_count > 1]
         for sequence in decoding + prefilling:
-            if budget > 0 and sequence.state is SequenceState.RUNNING:
+            if budget > 0 and sequence.state is SequenceState.RUNNING and not sequence.table.staged_count:
                 budget -= self._plan(sequence, budget, plan, now)
         while budget > 0 and (admitted := self._admit(now)) is not None:
             if admitted.state is SequenceState.RUNNING:
                 budget -= self._plan(admitted, budget, plan, now)
-        return list(plan.values())
+            if admitted.state is SequenceState.WAITING:
+                break  # it has yielded at once, and would do so again
+        # what has lost slots for the others' sake since it was planned waits for a suspended pass
+        return [part for part in plan.values() if not part.sequence.table.staged_count]
 
     def commit(self, part: ScheduledSequence, token: int | None, now: float) -> FinishReason | None:
         """The pass is done: seal full blocks, append the sampled token. Returns why the sequence should finish now."""
         sequence = part.sequence
         assert (token is not None) == part.samples
+        sequence.pinned = False
         sequence.attribute(part.count, None)
-        self._seal(sequence, now)
+        if sequence.streamed:
+            self._streams.note_pass(part)
+            self._streams.stream(sequence).seal(now)
+        else:
+            self._sealer.seal(sequence, now)
         if token is None:
             return None
         sequence.tokens.append(token)
@@ -109,14 +135,20 @@ class Scheduler:
         sequence.finish_reason = reason
 
     def take_stalled(self) -> list[Sequence]:
-        """Sequences to give up, because hung transfers hold what they need. Still to be finished by the caller."""
-        stalled, self._stalled = self._stalled, []
-        return stalled
+        """Sequences to give up, because what they need cannot be had. Still to be finished by the caller.
+
+        In place of those that are streamed only the last in rank of all that wait: what it gives back may be what the
+        others lack.
+        """
+        stalled, self._stalled = self._stalled + self._streams.take_stalled(), []
+        residents = [sequence for sequence in stalled if not sequence.streamed]
+        return residents + (self._streams.last_stalled() if len(residents) < len(stalled) else [])
 
     def held(self) -> Counter[int]:
         """Holds of all sequences and fetches by slot (for `Store.check`)."""
-        held = Counter(slot for sequence in self._running for slot in sequence.table.slots)
+        held = Counter(slot for sequence in self._running for slot in sequence.table.held)
         held.update(slot for _, fetch in self._fetches.values() for slot in fetch.slots)
+        held.update(self._streams.fetched())
         return held
 
     def check(self) -> None:
@@ -126,42 +158,63 @@ class Scheduler:
         for sequence, _ in self._fetches.values():
             assert sequence.state is SequenceState.FETCHING and not sequence.table.slots
         for sequence in self._running:
-            assert sequence.state is SequenceState.RUNNING
-            assert sequence.sealed_count == sequence.computed_count // self._block_tokens
-            assert len(sequence.table.slots) >= self._store.layout.block_count(sequence.computed_count)
+            assert sequence.state is SequenceState.RUNNING or sequence.streamed
+            full = sequence.computed_count // self._block_tokens
+            assert sequence.sealed_count == full or (sequence.sealed_count < full and not sequence.cache_write)
+            assert len(sequence.table) >= self._store.layout.block_count(sequence.computed_count)
+        self._streams.check()
         self._store.check(self.held())
 
     def _plan(self, sequence: Sequence, budget: int, plan: dict[int, ScheduledSequence], now: float) -> int:
         """Give `sequence` slots for up to `budget` tokens and a part of the pass; returns the tokens planned."""
         count = min(sequence.remaining_count, budget)
+        if sequence.streamed:
+            count = self._streams.stream(sequence).chunk(count)
         count = self._grow(sequence, count, plan, now)
         if count > 0:
             samples = count == sequence.remaining_count
             plan[sequence.number] = ScheduledSequence(sequence, sequence.computed_count, count, samples)
         return count
 
+    def _plan_alone(self, sequence: Sequence, budget: int, now: float) -> ScheduledSequence | None:
+        """A part for a pass of its own, of up to `budget` tokens, or what a step may have if that is more."""
+        plan: dict[int, ScheduledSequence] = {}
+        self._plan(sequence, max(budget, self._limits.step_tokens), plan, now)
+        return plan.get(sequence.number)
+
     def _grow(self, sequence: Sequence, count: int, plan: dict[int, ScheduledSequence], now: float) -> int:
         """Make room for `count` more tokens, or as many as there is room for; 0 if it must wait or was preempted."""
         layout, table, store = self._store.layout, sequence.table, self._store
         while True:
-            spare_tokens = len(table.slots) * self._block_tokens - sequence.computed_count
-            room = spare_tokens + store.available_count * self._block_tokens
+            spare_tokens = len(table) * self._block_tokens - sequence.computed_count
+            slots_max = store.available_count
+            if sequence.streamed:
+                wanted = layout.block_count(sequence.computed_count + count) - len(table)
+                own = self._streams.stream(sequence).window(max(wanted, 0))
+                if own == 0 and spare_tokens == 0:  # its older blocks are still on their way to the shelves
+                    self._give_up_stalled(sequence, now)
+                    return 0
+                slots_max = min(own, slots_max)
+            room = spare_tokens + slots_max * self._block_tokens
             if room > 0:
                 count = min(count, room)
-                needed = layout.block_count(sequence.computed_count + count) - len(table.slots)
+                needed = layout.block_count(sequence.computed_count + count) - len(table)
                 slots = store.allocate(max(needed, 0))
                 assert slots is not None
                 table.extend(slots, [store.address(slot) for slot in slots])
                 sequence.allocated_blocks += len(slots)
                 sequence.stalled_since = None
                 return count
+            if self._streams.lower_all():
+                continue
             stalled_s = self._stalled_s(sequence, now)
             if stalled_s < PATIENCE_S and store.awaits_slots(now):
                 return 0
             victim = max([*self._running, *(other for other, _ in self._fetches.values())], key=_rank)
+            if victim.pinned:
+                return 0
             if victim is sequence and self.running_count == 1:
-                if stalled_s > STALL_S:
-                    self._stalled.append(sequence)
+                self._give_up_stalled(sequence, now)
                 return 0
             self._preempt(victim, plan, now)
             sequence.stalled_since = None
@@ -174,20 +227,39 @@ class Scheduler:
             sequence.stalled_since = now
         return now - sequence.stalled_since
 
+    def _give_up_stalled(self, sequence: Sequence, now: float) -> None:
+        """It waits for slots or rows that transfers hold; those that hang are not waited for for ever."""
+        if self._stalled_s(sequence, now) > STALL_S and sequence not in self._stalled:
+            self._stalled.append(sequence)
+
     def _admit(self, now: float) -> Sequence | None:
-        """Take the first waiting sequence in, if there is a place and room for what it has so far."""
-        if not self._waiting or self.running_count >= self._limits.sequences_max:
+        """Take the first waiting sequence in, if there is a place and room; those that are streamed hold nobody up."""
+        if self.running_count >= self._limits.sequences_max:
             return None
-        sequence = self._waiting[0]
+        streamed = self._streams.ready(now, self.running_count)
+        first = self._waiting[0] if self._waiting else None
+        if first is not None and (streamed is None or _rank(first) < _rank(streamed)):
+            admitted = self._admit_resident(first, now)
+            if admitted is not None:
+                return admitted
+        if streamed is not None:
+            self._streams.start(streamed, now)
+            insort(self._running, streamed, key=_rank)
+        return streamed
+
+    def _admit_resident(self, sequence: Sequence, now: float) -> Sequence | None:
         sequence.chain.extend(sequence.hashes, sequence.tokens)
-        known = sequence.hashes[: (len(sequence.tokens) - 1) // self._block_tokens]
+        known = sequence.hashes[: (len(sequence.tokens) - 1) // self._block_tokens if sequence.cache_read else 0]
         total = self._store.layout.block_count(len(sequence.tokens))
-        fetch = self._store.fetch(known, min(total + self.running_count, self._store.slot_count), now)
+        backlog = Work.of((s.computed_count, s.remaining_count) for s in self._running if s.remaining_count > 1)
+        fetch = self._store.fetch(known, min(total + self.running_count, self._store.slot_count), now, backlog)
         if fetch is None:
+            if self._streams.lower_all():
+                return self._admit_resident(sequence, now)
             if self.running_count > 0:
                 sequence.stalled_since = None
-            elif self._stalled_s(sequence, now) > STALL_S and sequence not in self._stalled:
-                self._stalled.append(sequence)
+            else:
+                self._give_up_stalled(sequence, now)
             return None
         self._waiting.pop(0)
         sequence.stalled_since = None
@@ -212,23 +284,33 @@ class Scheduler:
             sequence.attribute(self._block_tokens, origin)
         sequence.sealed_count = len(slots)
         sequence.reused_blocks += len(slots)
+        self._sealer.retain(sequence, 0, len(slots))
         sequence.state = SequenceState.RUNNING
         insort(self._running, sequence, key=_rank)
 
     def _preempt(self, sequence: Sequence, plan: dict[int, ScheduledSequence], now: float) -> None:
         """Take all slots from a sequence; it waits in its old rank and resumes from the tiers."""
         plan.pop(sequence.number, None)
-        self._withdraw(sequence, now)
-        sequence.computed_count = sequence.sealed_count = 0
-        sequence.state = SequenceState.WAITING
         sequence.stalled_since = None
         sequence.preempted_count += 1
         self.preemption_count += 1
-        insort(self._waiting, sequence, key=_rank)
+        if sequence.streamed:
+            self._running.remove(sequence)
+            self._streams.stream(sequence).rest()
+        else:
+            self._withdraw(sequence, now)
+            sequence.computed_count = sequence.sealed_count = 0
+            insort(self._waiting, sequence, key=_rank)
+        sequence.state = SequenceState.WAITING
 
     def _withdraw(self, sequence: Sequence, now: float) -> None:
-        """Take a sequence out of its queue and give its slots back."""
-        if sequence.state is SequenceState.WAITING:
+        """Take a sequence out of its queue and give back what it holds."""
+        if sequence.streamed:
+            if sequence in self._running:
+                self._running.remove(sequence)
+            self._store.touch(sequence.hashes[: sequence.sealed_count], now)
+            self._streams.end(sequence)
+        elif sequence.state is SequenceState.WAITING:
             self._waiting.remove(sequence)
         elif sequence.state is SequenceState.FETCHING:
             self._store.abandon(self._fetches.pop(sequence.number)[1])
@@ -237,19 +319,6 @@ class Scheduler:
             self._store.touch(sequence.hashes[: sequence.sealed_count], now)
             self._store.release(sequence.table.clear())
 
-    def _seal(self, sequence: Sequence, now: float) -> None:
-        """Index every block that has become full; its content may lie in another slot already."""
-        full = sequence.computed_count // self._block_tokens
-        if full == sequence.sealed_count:
-            return
-        sequence.chain.extend(sequence.hashes, sequence.tokens)
-        for index in range(sequence.sealed_count, full):
-            slot = sequence.table.slots[index]
-            kept = self._store.seal(slot, sequence.hashes[index], index, now)
-            if kept != slot:
-                sequence.table.replace(index, kept, self._store.address(kept))
-        sequence.sealed_count = full
 
-
-def _rank(sequence: Sequence) -> tuple[int, int]:
+def _rank(sequence: Sequence) -> Rank:
     return sequence.rank

@@ -1,34 +1,38 @@
 """One shelf: a slab, the directory over it, and the I/O engine between its rows and the caller's memory.
 
-Owns the life of every transfer: reserve, write, publish; find, read, verify. A row is either exactly what its record
-says or a miss; trouble is an outcome, never an exception. Knows neither sequences nor other tiers. All calls come from
-the engine thread and return at once.
+What its callers see; the life of a transfer is in writes.py (reserve, write, publish) and reads.py (read, verify). A
+row is either exactly what its record says or a miss; trouble is an outcome, never an exception. Knows neither sequences
+nor other tiers. All calls come from the engine thread and return at once.
 """
 
 from __future__ import annotations
 
-import errno
-import itertools
 import logging
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from kvtier.block import BlockHash, Tier
 from kvtier.books import Books
-from kvtier.breaker import Breaker
-from kvtier.directory import PublishOutcome
-from kvtier.io.base import IoEngine, IoResult
-from kvtier.record import Grant, Lease, Record, tenant_digest
-from kvtier.ticket import ReadItem, ShelfDone, ShelfLimits, ShelfOperation, ShelfOutcome, WriteItem
-from kvtier.tiers.header import RowFormat, Verdict
+from kvtier.holdings import ShelfHoldings
+from kvtier.io.base import IoEngine
+from kvtier.reads import ShelfReads
+from kvtier.record import Lease, Record
+from kvtier.retention import Retention
+from kvtier.ticket import ReadItem, Reply, ShelfDone, ShelfLimits, ShelfOperation, ShelfOutcome, WriteItem
+from kvtier.tiers.arena import Arena, Window
+from kvtier.tiers.crossings import Crossings
+from kvtier.tiers.header import HEADER_BYTES, RowFormat
 from kvtier.tiers.slab import Slab
-from kvtier.transfers import Flight, RowTransfers
+from kvtier.transfers import RowTransfers
+from kvtier.watch import TransferWatch
+from kvtier.writes import ShelfWrites
 
 __all__ = [
     "Lease",
     "ReadItem",
     "Record",
+    "Reply",
     "Shelf",
     "ShelfDone",
     "ShelfLimits",
@@ -39,9 +43,7 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-SPACE_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
-"""What the next write would meet as well: the breaker opens at once."""
-
+DROP_REASONS = ("evicted", "private", "unreadable")
 ANSWER_PAUSE_S = 0.001
 """Between two looks for the last answers while a shelf is closed."""
 
@@ -58,46 +60,79 @@ class Shelf:
         engine: IoEngine,
         limits: ShelfLimits,
         close_files: Callable[[float, int], None],
+        files_lost: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`close_files(deadline_s, stuck)` closes slab and books, whose descriptors `stuck` transfers may still use."""
+        """`close_files(deadline_s, stuck)` closes slab and books, whose descriptors `stuck` transfers may still use.
+
+        `files_lost` tells that the files are not the shelf's any more, as somebody else has found.
+        """
         self.tier = tier
         self.slot_count = slab.slot_count
         self.row_bytes = form.row_bytes
         self.bytes_total = slab.total_bytes
+        self._form = form
         self._slab = slab
         self._books = books
         self._transfers = RowTransfers(form, slab, engine, limits.in_flight_max)
-        self._limits = limits
+        self._watch = TransferWatch(tier, self._transfers, limits)
+        self.holdings = ShelfHoldings(books)
+        """Rows and leases that are held for longer than a transfer. Close a shelf only when there are none."""
+        self._writes = ShelfWrites(books, self.holdings, self._transfers, self._watch)
+        self._reads = ShelfReads(books, self._transfers, self._watch, limits.waiting_max)
+        self._window: Window | None = None
         self._close_files = close_files
-        self._writing: set[BlockHash] = set()
-        self._unsure: dict[int, Callable[[], bool]] = {}
-        self._published: dict[Grant, tuple[Flight, IoResult]] = {}
-        self._waiting: deque[tuple[int, Record, memoryview]] = deque()
-        self._breakers = {operation: Breaker(limits.failures_max, limits.pause_s) for operation in ShelfOperation}
+        self._files_lost = files_lost
         self._counts: Counter[str] = Counter()
         self._now = time.monotonic()
+        self._refusing = False
         self._closed = False
+        self.is_lost = False
+        """Its files are gone, for good: all is a miss. Close it once nothing is in flight, and open another."""
 
     def __repr__(self) -> str:
         return f"Shelf({self.tier.value}, {self._books!r}, in_flight={self.in_flight})"
 
+    def serve(self, arena: Arena) -> None:
+        """Move rows to and from this HBM, and let its passes reach DRAM's rows in place. Before anything is moved."""
+        if (ferry := arena.ferry()) is not None:
+            self._transfers.cross_by(Crossings(ferry, self.row_bytes))
+        if self.tier is Tier.DRAM:
+            self._window = arena.window(
+                self._slab.address(0), self._slab.slot_count * self._slab.slot_bytes - HEADER_BYTES
+            )
+
     @property
     def in_flight(self) -> int:
         """Tickets given whose end has not been polled."""
-        return len(self._transfers) + len(self._waiting) + len(self._published)
+        return len(self._transfers) + len(self._reads) + self._writes.unanswered_count
+
+    @property
+    def write_room(self) -> int:
+        """Rows that could be under way besides those that are, given slots for them."""
+        return 0 if self._closed or self.is_lost else self._transfers.room(ShelfOperation.WRITE)
 
     @property
     def used_count(self) -> int:
         """Slots that are not free."""
         return self._books.used_slots
 
+    @property
+    def supplied(self) -> bool:
+        """There were no slots for a write, and there are some now: it is worth another try at once."""
+        return self._writes.lacking and self._books.supplied
+
+    @property
+    def reports(self) -> bool:
+        """Whether this engine reports what the shelf holds."""
+        return self._books.reports
+
     def find(self, hashes: Sequence[BlockHash]) -> list[Record]:
         """Records of the leading run of `hashes` that can be read here. Holds nothing."""
-        return self._books.find(hashes)
+        return [] if self.is_lost else self._books.find(hashes)
 
     def holds(self, block_hash: BlockHash) -> bool:
         """Whether a readable row has this hash."""
-        return self._books.holds(block_hash)
+        return not self.is_lost and self._books.holds(block_hash)
 
     def touch(self, hashes: Sequence[BlockHash], now: float) -> None:
         """Note a use. Give whole chains from their first block on, so that no parent looks colder than its child."""
@@ -107,68 +142,74 @@ class Shelf:
         """Note when the blocks of a chain were last used; no further use of them."""
         self._books.stamp(hashes, now)
 
+    def retain(self, hashes: Sequence[BlockHash], asked: Retention) -> None:
+        """A request that asks for `asked` uses these blocks: they stay for the longer of that and what they have.
+
+        Give whole chains from their first block on. Rows that are being written count as being here.
+        """
+        if asked.asks:
+            self._writes.retain(hashes, asked)
+            self._books.retain(hashes, asked)
+
+    def unpin(self, hashes: Sequence[BlockHash]) -> None:
+        """The policy may evict these blocks again, when their turn comes."""
+        self._books.unpin(hashes)
+
     def write(self, items: Sequence[WriteItem], now: float) -> list[int | None]:
-        """Start writing rows; a ticket each, None if it is here or being written, there is no room, or trouble."""
+        """Start writing rows; a ticket each, None if it is here or being written, there is no room, or trouble.
+
+        With a ticket an item's `grant` is the write's, without one it is still the caller's.
+        """
         self._now = now
-        chosen: dict[BlockHash, int] = {}
-        room = 0 if self._closed else self._transfers.room(ShelfOperation.WRITE)
-        for place, item in enumerate(items):
-            if len(chosen) == room:
-                break
-            known = item.block_hash in self._writing or self._books.holds(item.block_hash)
-            if not known and item.block_hash not in chosen:
-                chosen[item.block_hash] = place
-        allowed = self._allowed(ShelfOperation.WRITE, len(chosen))
-        tickets: list[int | None] = [None] * len(items)
-        starting: list[tuple[int, Record, memoryview]] = []
-        groups = itertools.groupby(itertools.islice(chosen.values(), allowed), key=lambda place: items[place].tenant)
-        for tenant, group in groups:
-            places, digest = list(group), tenant_digest(tenant)
-            for place, grant in zip(places, self._books.reserve(len(places), digest), strict=False):
-                item = items[place]
-                tickets[place] = ticket = self._transfers.ticket()
-                sums = item.sums if item.sums is not None else b""
-                record = Record(item.block_hash, *grant, item.depth, sums, item.priority, 0, digest)
-                starting.append((ticket, record, item.source))
-                self._writing.add(item.block_hash)
-                if item.intact is not None:
-                    self._unsure[ticket] = item.intact
-        self._transfers.start(ShelfOperation.WRITE, starting)
-        return tickets
+        return self._writes.start(items, self.write_room, now)
 
     def read(self, items: Sequence[ReadItem]) -> list[int | None]:
-        """Start reading rows by copy; a ticket each, None where the breaker is open or too many reads wait."""
-        tickets: list[int | None] = []
+        """Start reading rows, or slices of them, by copy.
+
+        A ticket each, None where the breaker is open or too many reads wait. Only what ends as DONE in `poll` has been
+        verified and may be used. What hangs does not end: who waits has a deadline of its own, and leaves the target.
+        """
         for item in items:
-            assert item.target.nbytes == self.row_bytes, item.target.nbytes
-            if (
-                self._closed
-                or len(self._waiting) >= self._limits.waiting_max
-                or self._allowed(ShelfOperation.READ, 1) == 0
-            ):
-                tickets.append(None)
-            else:
-                ticket = self._transfers.ticket()
-                self._waiting.append((ticket, item.record, item.target))
-                tickets.append(ticket)
-        self._start_reads()
-        return tickets
+            assert item.target.nbytes == self._form.read_bytes(item.layers), item.target.nbytes
+        if self._closed or self.is_lost:
+            return [None] * len(items)
+        return self._reads.add(items, self._now)
+
+    def cancel_reads(self) -> None:
+        """Let go of the reads that have not begun; the next poll says that they were refused."""
+        self._transfers.cancel(ShelfOperation.READ)
+        self._refusing = True
 
     def poll(self, now: float) -> list[ShelfDone]:
         """What has ended since the last call: written rows are published, bad ones dropped, the next reads started."""
         self._now = now
         ended = self._transfers.poll()
-        done = self._end_writes([pair for pair in ended if pair[0].operation is ShelfOperation.WRITE])
-        done += self._end_published()
-        done += self._end_reads([pair for pair in ended if pair[0].operation is ShelfOperation.READ])
-        self._notice_late()
-        if self._breakers[ShelfOperation.READ].is_open:
-            done += self._refuse_waiting()
-        self._start_reads()
+        done = self._writes.end([pair for pair in ended if pair[0].operation is ShelfOperation.WRITE], now)
+        done += self._writes.answered(now)
+        self._books.expire(time.time())  # what was published just now may have expired while it was written
+        done += self._reads.end([pair for pair in ended if pair[0].operation is ShelfOperation.READ], now)
+        self._counts["late"] += self._watch.notice_late(now)
+        self.notice_loss()
+        if self._refusing or self.is_lost or self._watch.is_open(ShelfOperation.READ):
+            done += self._reads.refuse()
+            self._refusing = False
+        self._reads.start()
         for item in done:
             self._counts[f"{item.operation.value}_bytes"] += item.moved_bytes
             self._counts[item.operation.value if item.outcome is ShelfOutcome.DONE else item.outcome.value] += 1
         return done
+
+    def notice_loss(self) -> None:
+        """Look whether the files are still its own.
+
+        If not, what has not started is let go of, the rest ends by itself: an open file outlives its name.
+        """
+        if not self.is_lost and self._files_lost():
+            self.is_lost = True
+            self.holdings.lose()
+            log.warning("%s shelf: its files are gone, replaced or cut short", self.tier.value)
+            for operation in (ShelfOperation.READ, ShelfOperation.WRITE):
+                self._transfers.cancel(operation)
 
     def acquire(self, records: Sequence[Record]) -> list[Lease | None]:
         """A lease on each row that is still there; whoever copies from it asks `intact` before the copy counts."""
@@ -186,41 +227,56 @@ class Shelf:
         """Give leases back, each as often as it was acquired."""
         self._books.release(leases)
 
+    def address(self, lease: Lease) -> int:
+        """Where the passes that it serves, or else this process, find a leased DRAM row; there until the lease ends."""
+        slot = lease.record.slot
+        if self._window is None:
+            return self._slab.address(slot)
+        return self._window.address + slot * self._slab.slot_bytes
+
+    def verify(self, leases: Sequence[Lease]) -> list[int | None]:
+        """Judge leased DRAM rows where they lie; a ticket each, like `read`, that ends as DONE or a miss."""
+        if self._closed or self.is_lost:
+            return [None] * len(leases)
+        items = [ReadItem(lease.record, self._slab.view(lease.record.slot)) for lease in leases]
+        return self._reads.add(items, self._now, in_place=True)
+
     def coldest(self, count: int) -> list[Record]:
         """The rows that would be evicted next, coldest first."""
         return self._books.coldest(count)
 
     def drop(self, records: Sequence[Record], reason: str) -> None:
-        """Hide rows at once and count them under `dropped_<reason>`, a name from the caller's closed set."""
+        """Hide rows at once and count them under `dropped_<reason>`, one of `DROP_REASONS`."""
+        assert reason in DROP_REASONS, reason
         self._counts[f"dropped_{reason}"] += len(self._books.drop(records))
 
     def stats(self) -> dict[str, int]:
-        """Plain numbers: slots, bytes, transfers, evictions, and failures by the value of their outcome."""
-        counts = self._counts
+        """Plain numbers: slots, bytes, transfers, evictions, and failures by the value of their outcome. Any thread."""
+        counts = self._counts  # others may be added meanwhile: never to be walked over
         values = {
             "slots_used": self.used_count,
             "slots_total": self.slot_count,
             "bytes_total": self.bytes_total,
             "in_flight": self.in_flight,
+            "held": len(self.holdings),
             "evictions": self._books.evictions,
             "reads": counts["read"],
             "writes": counts["write"],
+            "verifies": counts["verify"],
             "read_bytes": counts["read_bytes"],
             "write_bytes": counts["write_bytes"],
             "late": counts["late"],
-            "breaker_openings": sum(breaker.openings for breaker in self._breakers.values()),
+            "breaker_openings": self._watch.openings,
         }
         values |= {outcome.value: counts[outcome.value] for outcome in ShelfOutcome if outcome is not ShelfOutcome.DONE}
-        return values | {key: count for key, count in counts.items() if key.startswith("dropped_")}
+        values |= self._books.counts._asdict()
+        return values | {f"dropped_{reason}": counts[f"dropped_{reason}"] for reason in DROP_REASONS}
 
     def check(self) -> None:
         """Assert the books, and that transfers and header pages agree."""
         self._books.check()
         self._transfers.check()
-        flights = self._transfers.flights()
-        writing = [flight.record.block_hash for flight in flights if flight.operation is ShelfOperation.WRITE]
-        writing += [flight.record.block_hash for flight, _ in self._published.values()]
-        assert sorted(writing) == sorted(self._writing)
+        self._writes.check()
 
     def close(self, deadline_s: float) -> None:
         """Let what is in flight end, up to the deadline, publish it, and close slab and books.
@@ -231,124 +287,15 @@ class Shelf:
             return
         end = time.monotonic() + deadline_s
         self._closed = True
-        self._waiting.clear()
+        self.holdings.lose()
+        self._reads.clear()
         stuck = self._transfers.close(deadline_s)
         self.poll(time.monotonic())
-        while self._published and time.monotonic() < end:
+        while self._writes.unanswered_count and time.monotonic() < end:
             time.sleep(ANSWER_PAUSE_S)
             self.poll(time.monotonic())
+        if self._window is not None:
+            self._window.close()
         self._close_files(max(0.0, end - time.monotonic()), stuck)
         if stuck:
             log.warning("%s shelf closed with %d transfers stuck", self.tier.value, stuck)
-
-    def _allowed(self, operation: ShelfOperation, count: int) -> int:
-        """How many transfers may start. One that hangs is the probe itself: another would only hang beside it."""
-        breaker = self._breakers[operation]
-        hung = (flight.late and flight.operation is operation for flight in self._transfers.flights())
-        return 0 if breaker.is_open and any(hung) else breaker.allow(count, self._now)
-
-    def _start_reads(self) -> None:
-        count = min(len(self._waiting), self._transfers.room(ShelfOperation.READ))
-        self._transfers.start(ShelfOperation.READ, [self._waiting.popleft() for _ in range(count)])
-
-    def _end_writes(self, ended: Sequence[tuple[Flight, IoResult]]) -> list[ShelfDone]:
-        """Publish what was written; returns the ends of those writes that failed."""
-        done: list[ShelfDone] = []
-        for flight, result in ended:
-            intact = self._unsure.pop(flight.ticket, None)
-            grant = Grant(flight.record.slot, flight.record.generation)
-            outcome = ShelfOutcome.DONE
-            if result.error_number == errno.ECANCELED:
-                outcome = ShelfOutcome.REFUSED
-            elif result.error_number is not None:
-                no_space = result.error_number in SPACE_ERRORS
-                self._trouble(flight.operation, result.error_number, at_once=no_space)
-                outcome = ShelfOutcome.NO_SPACE if no_space else ShelfOutcome.IO_ERROR
-            elif intact is not None and not intact():
-                outcome = ShelfOutcome.STALE
-            else:
-                self._published[grant] = (flight, result)
-                continue
-            self._books.abandon([grant])
-            self._writing.discard(flight.record.block_hash)
-            done.append(_done(flight, result, outcome))
-        written = [flight.record for flight, result in ended if result.error_number is None]
-        if written:
-            self._breakers[ShelfOperation.WRITE].succeeded()
-        written = [record for record in written if Grant(record.slot, record.generation) in self._published]
-        self._books.publish(written, self._now)
-        return done
-
-    def _end_published(self) -> list[ShelfDone]:
-        """The ends of written rows that the books have answered for."""
-        done: list[ShelfDone] = []
-        for record, outcome in self._books.answers(self._now):
-            flight, result = self._published.pop(Grant(record.slot, record.generation))
-            self._writing.discard(record.block_hash)
-            done.append(_done(flight, result, PUBLISHED[outcome]))
-        return done
-
-    def _end_reads(self, ended: Sequence[tuple[Flight, IoResult]]) -> list[ShelfDone]:
-        done: list[ShelfDone] = []
-        for flight, result in ended:
-            outcome = ShelfOutcome.DONE
-            if result.error_number == errno.ECANCELED:
-                outcome = ShelfOutcome.REFUSED
-            elif result.error_number is not None:
-                self._trouble(flight.operation, result.error_number)
-                outcome = ShelfOutcome.IO_ERROR
-            else:
-                self._breakers[ShelfOperation.READ].succeeded()
-                if result.value is not Verdict.GOOD:
-                    outcome = self._miss(flight.record, result)
-            done.append(_done(flight, result, outcome))
-        return done
-
-    def _miss(self, record: Record, result: IoResult) -> ShelfOutcome:
-        """A row that came but is not the one: drop its record, unless that has changed meanwhile."""
-        if not self._books.drop([record]):
-            return ShelfOutcome.STALE
-        return ShelfOutcome.SHORT_READ if result.value is None else ShelfOutcome.BAD_ROW
-
-    def _trouble(self, operation: ShelfOperation, error_number: int, at_once: bool = False) -> None:
-        breaker = self._breakers[operation]
-        openings = breaker.openings
-        if at_once:
-            breaker.trip(self._now)
-        else:
-            breaker.failed(self._now)
-        if breaker.openings > openings:
-            name = errno.errorcode.get(error_number, str(error_number))
-            log.warning("%s shelf: no more %ss for now: %s", self.tier.value, operation.value, name)
-            self._transfers.cancel(operation)
-
-    def _notice_late(self) -> None:
-        """A transfer that hangs counts as a failure once; the flights are in order of their start."""
-        for flight in self._transfers.flights():
-            if flight.seen_at is None:
-                flight.seen_at = self._now
-            if not flight.late and self._now - flight.seen_at > self._limits.late_s:
-                flight.late = True
-                self._counts["late"] += 1
-                self._trouble(flight.operation, errno.ETIMEDOUT)
-
-    def _refuse_waiting(self) -> list[ShelfDone]:
-        refused = [
-            ShelfDone(ticket, ShelfOperation.READ, ShelfOutcome.REFUSED, record.block_hash, 0, 0)
-            for ticket, record, _ in self._waiting
-        ]
-        self._waiting.clear()
-        return refused
-
-
-def _done(flight: Flight, result: IoResult, outcome: ShelfOutcome) -> ShelfDone:
-    block_hash = flight.record.block_hash
-    return ShelfDone(flight.ticket, flight.operation, outcome, block_hash, result.moved_bytes, result.duration_ns)
-
-
-PUBLISHED = {
-    PublishOutcome.PUBLISHED: ShelfOutcome.DONE,
-    PublishOutcome.DUPLICATE: ShelfOutcome.DUPLICATE,
-    PublishOutcome.STALE: ShelfOutcome.STALE,
-    None: ShelfOutcome.UNANSWERED,
-}

@@ -6,6 +6,7 @@ at start, and by the store again while a shelf is not to be had. Rule 19 of the 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -13,25 +14,33 @@ from pathlib import Path
 
 from kvtier.block import KVLayout, Tier
 from kvtier.books import LocalBooks
-from kvtier.cache_directory import CacheDirectory
+from kvtier.cache_directory import CacheDirectory, layout_name
 from kvtier.config import IoConfig
 from kvtier.directory import Directory
 from kvtier.errors import ConfigError, ShelfError
 from kvtier.eviction import LeastRecentlyUsed, PolicyMaker
-from kvtier.io.base import KernelCalls, SystemCalls
+from kvtier.file_watch import FileWatch
+from kvtier.io.base import IoEngine, KernelCalls, SystemCalls
 from kvtier.io.threads import ThreadsEngine
+from kvtier.io.uring import UringEngine
 from kvtier.journal import Journal
 from kvtier.rebuild import scan_headers
 from kvtier.replay import JournalShape, Replay, ReplayState, replay
 from kvtier.shelf import Shelf
+from kvtier.terms import STANDARD, Terms
 from kvtier.ticket import ShelfLimits
 from kvtier.tiers.header import SLICES_MAX, RowFormat
-from kvtier.tiers.slab import SUPERBLOCK_BYTES, Slab, make_dram_slab, open_nvme_slab
+from kvtier.tiers.mapped import MappedMover
+from kvtier.tiers.slab import SLAB_NAME, Slab, make_dram_slab, open_nvme_slab
+from kvtier.tiers.superblock import SUPERBLOCK_BYTES
+from kvtier.write_budget import HOUR_S, WriteBudget
 
 log = logging.getLogger(__name__)
 
 GENERATION_GAP = 1 << 20
 """Generations skipped at each opening: more than an unsynced second of the last process can have used."""
+WATCH_END_S = 1.0
+SCANS_IN_FLIGHT = 64
 
 
 def open_dram_shelf(
@@ -42,6 +51,7 @@ def open_dram_shelf(
     wake: Callable[[], None],
     *,
     policy: PolicyMaker = LeastRecentlyUsed,
+    terms: Terms = STANDARD,
     limits: ShelfLimits | None = None,
     calls: SystemCalls | None = None,
 ) -> Shelf:
@@ -50,20 +60,17 @@ def open_dram_shelf(
     Raises ConfigError, naming tiers.dram.bytes, if that much memory is not free or holds no block.
     """
     form = row_format(layout, namespace)
-    slot_count = budget_bytes // form.slot_bytes
-    if slot_count == 0:
-        raise ConfigError(
-            f"tiers.dram.bytes: {budget_bytes} bytes hold no block, one takes {form.slot_bytes}; raise it, or 0 for off"
-        )
+    slot_count = dram_slot_count(form, budget_bytes)
     slab = make_dram_slab(form.slot_bytes, slot_count)
     limits = limits if limits is not None else ShelfLimits(io.in_flight_max)
-    engine = ThreadsEngine(io.readers, io.writers, limits.in_flight_max, wake, calls)
+    engine = dram_engine(slab, form, io, limits, wake, calls)
+    directory = Directory(slot_count, policy, limits=terms.limits(slot_count, form.slot_bytes))
 
     def close_files(_: float, stuck: int) -> None:
         if not stuck:
             slab.close()
 
-    return Shelf(Tier.DRAM, form, slab, LocalBooks(Directory(slot_count, policy)), engine, limits, close_files)
+    return Shelf(Tier.DRAM, form, slab, LocalBooks(directory), engine, limits, close_files)
 
 
 def open_nvme_shelf(
@@ -76,6 +83,7 @@ def open_nvme_shelf(
     wait_s: float = 0.0,
     *,
     policy: PolicyMaker = LeastRecentlyUsed,
+    terms: Terms = STANDARD,
     limits: ShelfLimits | None = None,
     calls: SystemCalls | None = None,
     journal_calls: SystemCalls | None = None,
@@ -89,36 +97,82 @@ def open_nvme_shelf(
     form = row_format(layout, namespace)
     limits = limits if limits is not None else ShelfLimits(io.in_flight_max)
     calls = calls if calls is not None else KernelCalls()
-    cache = CacheDirectory(path, wait_s)
-    engine: ThreadsEngine | None = None
-    try:
+    with contextlib.ExitStack() as undo:
+        cache = CacheDirectory(path, wait_s)
+        undo.callback(cache.close)
         folder = cache.layout_folder(layout)
         slot_count = nvme_slot_count(form, budget_bytes, cache.other_bytes(layout))
         slab, fresh = open_nvme_slab(folder, form.slot_bytes, slot_count, calls, end)
         cache.hold(slab.descriptor)
-        engine = ThreadsEngine(io.readers, io.writers, limits.in_flight_max, wake, calls)
+        engine = nvme_engine(slab, form, io, limits, wake, calls)
+        undo.callback(engine.close, 0.0)
         shape = JournalShape(slab.epoch, slot_count, form.slice_count)
         found = (
-            Replay(ReplayState.MISSING, [], 0)
+            Replay(ReplayState.MISSING, [], 0, replay(folder, shape).spent)
             if fresh
             else recover(folder, shape, slab, form, engine, limits.in_flight_max)
         )
-    except BaseException:
-        if engine is not None:
-            engine.close(0.0)
-        cache.close()
-        raise
-    floor = max([found.generation, *(record.generation for record in found.records)]) + GENERATION_GAP
-    journal = Journal(folder, shape, slab.descriptor, found.records, floor, journal_calls)
-    directory = Directory(slot_count, policy, journal, floor)
+
+        def is_well() -> bool:
+            place = cache.is_current(layout_name(layout), folder)
+            named = place and cache.is_current(SLAB_NAME, slab.descriptor, folder)
+            return cache.is_there() and cache.holds_lock() and named and slab.is_whole()
+
+        floor = max([found.generation, *(record.generation for record in found.records)]) + GENERATION_GAP
+        try:
+            watch = FileWatch(is_well, wake)
+            undo.callback(watch.close, WATCH_END_S)
+            journal = Journal(folder, shape, slab.descriptor, found.records, floor, journal_calls, spent=found.spent)
+        except RuntimeError as error:
+            raise ShelfError(f"NVMe shelf: there is no thread for it now ({error})") from None
+        undo.pop_all()
+    directory = Directory(slot_count, policy, journal, floor, terms.limits(slot_count, form.slot_bytes))
     directory.restore(found.records, time.monotonic())
+    directory.trim()
+    budget = WriteBudget(terms.write_bytes_day, form.slot_bytes, time.time(), found.spent, journal)
+    books = LocalBooks(directory, budget)
+    books.expire(time.time())
     log.info("NVMe shelf opened: %d slots, %d blocks there", slot_count, len(directory))
 
     def close_files(deadline_s: float, stuck: int) -> None:
-        if journal.close(deadline_s) and not stuck:
+        end = time.monotonic() + deadline_s
+        watched = watch.close(deadline_s)
+        if journal.close(max(0.0, end - time.monotonic())) and watched and not stuck:
             cache.close()
 
-    return Shelf(Tier.NVME, form, slab, LocalBooks(directory), engine, limits, close_files)
+    return Shelf(Tier.NVME, form, slab, books, engine, limits, close_files, lambda: watch.gone)
+
+
+def dram_engine(
+    slab: Slab,
+    form: RowFormat,
+    io: IoConfig,
+    limits: ShelfLimits,
+    wake: Callable[[], None],
+    calls: SystemCalls | None,
+) -> ThreadsEngine:
+    """What moves rows of a DRAM slab: copies within memory, or `calls` on its descriptor if there are any."""
+    mover = MappedMover(slab, form.slice_bytes) if calls is None else None
+    return ThreadsEngine(io.readers, io.writers, limits.in_flight_max, wake, calls, mover)
+
+
+def nvme_engine(
+    slab: Slab,
+    form: RowFormat,
+    io: IoConfig,
+    limits: ShelfLimits,
+    wake: Callable[[], None],
+    calls: SystemCalls | None,
+) -> IoEngine:
+    """What moves rows of an NVMe slab: io_uring where it can be had, else threads, after one line that says why."""
+    calls = calls if calls is not None else KernelCalls()
+    if io.engine == "uring" or (io.engine == "auto" and slab.direct):
+        try:
+            depths = io.reads_at_once, io.writes_at_once
+            return UringEngine(calls, *depths, limits.in_flight_max, wake, form.slice_bytes)
+        except OSError as error:
+            log.warning("io.engine: no io_uring here (%s), NVMe is read and written by threads", error.strerror)
+    return ThreadsEngine(io.readers, io.writers, limits.in_flight_max, wake, calls)
 
 
 def row_format(layout: KVLayout, namespace: bytes) -> RowFormat:
@@ -126,6 +180,16 @@ def row_format(layout: KVLayout, namespace: bytes) -> RowFormat:
     if layout.layers > SLICES_MAX:
         raise ConfigError(f"model: {layout.layers} layers, a shelf holds rows of at most {SLICES_MAX}")
     return RowFormat.of(layout, namespace)
+
+
+def dram_slot_count(form: RowFormat, budget_bytes: int) -> int:
+    """Slots in so many bytes of DRAM; ConfigError if there is none."""
+    slot_count = budget_bytes // form.slot_bytes
+    if slot_count == 0:
+        raise ConfigError(
+            f"tiers.dram.bytes: {budget_bytes} bytes hold no block, one takes {form.slot_bytes}; raise it, or 0 for off"
+        )
+    return slot_count
 
 
 def nvme_slot_count(form: RowFormat, budget_bytes: int, other_bytes: int) -> int:
@@ -145,13 +209,28 @@ def nvme_slot_count(form: RowFormat, budget_bytes: int, other_bytes: int) -> int
     return slot_count
 
 
+def recover_alone(folder: int, shape: JournalShape, slab: Slab, form: RowFormat) -> Replay:
+    """`recover` for somebody who moves no rows, with an I/O engine for that moment."""
+    engine = ThreadsEngine(4, 1, SCANS_IN_FLIGHT, lambda: None)
+    try:
+        return recover(folder, shape, slab, form, engine, SCANS_IN_FLIGHT)
+    finally:
+        engine.close(0.0)
+
+
 def recover(
-    folder: int, shape: JournalShape, slab: Slab, form: RowFormat, engine: ThreadsEngine, in_flight_max: int
+    folder: int, shape: JournalShape, slab: Slab, form: RowFormat, engine: IoEngine, in_flight_max: int
 ) -> Replay:
-    """What the journal says, or if it cannot be believed, the headers of the slab."""
+    """What the journal says, or if it cannot be believed, the headers of the slab.
+
+    Then the day's spending is not known in full: all rows that are found count as written now.
+    """
     found = replay(folder, shape)
     if found.state is ReplayState.WHOLE:
         return found
     records = scan_headers(slab, form, engine, in_flight_max)
     log.warning("NVMe journal is %s: %d blocks found again from row headers", found.state.value, len(records))
-    return Replay(found.state, records, found.generation)
+    hour = int(time.time()) // HOUR_S
+    unknown_bytes = max(0, len(records) * form.slot_bytes - sum(found.spent.values()))
+    spent = found.spent | {hour: found.spent.get(hour, 0) + unknown_bytes}
+    return Replay(found.state, records, found.generation, spent)

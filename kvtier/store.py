@@ -7,31 +7,29 @@ neither sequences nor tensors.
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from kvtier.block import BlockHash, KVLayout, Tier
+from kvtier.cost import NO_WORK, CostModel, Work
 from kvtier.demotion import Demoter, NvmePolicy
 from kvtier.eviction import PolicyMaker
+from kvtier.fetch import Fetch
+from kvtier.hand_down import HandDown
 from kvtier.metrics import Metrics
-from kvtier.promotion import Fetch, Promoter
+from kvtier.promotion import Promoter
+from kvtier.reopening import Reopening, ShelfOpener, ShelfSource
 from kvtier.resident import ResidentBlocks
+from kvtier.retention import PLAIN, Retention
 from kvtier.shelf import Shelf, ShelfOperation
-from kvtier.tiers.hbm import HbmArena
-
-RETRY_S = 5.0
-"""How often a shelf that could not be opened is tried again."""
-
-LATE_CLOSE_S = 10.0
-"""How long the opener of a shelf that nobody wants any more gives its journal to end, so that the lock is given up."""
+from kvtier.stager import Stager
+from kvtier.store_report import StoreReport
+from kvtier.tiers.arena import Arena
+from kvtier.tiers.staging import StagingMemory
 
 OVERDUE_S = 1.0
 """Nobody waits for the slot of a transfer that is under way longer."""
-
-ShelfOpener = Callable[[], Shelf | None]
 
 
 class Store:
@@ -40,41 +38,68 @@ class Store:
     def __init__(
         self,
         layout: KVLayout,
-        arena: HbmArena,
+        arena: Arena,
         eviction: PolicyMaker,
         metrics: Metrics,
         policy: NvmePolicy = NvmePolicy.THROUGH,
-        fetch_deadline_s: float = 5.0,
+        costs: CostModel | None = None,
         spare_count: int = 0,
+        staging: StagingMemory | None = None,
     ) -> None:
-        """`spare_count`: slots of HBM that transfers hung in a disk may keep for good."""
+        """`spare_count`: slots of HBM that transfers hung in a disk may keep for good. Without `costs` all is read.
+
+        `staging`: memory for slices of NVMe rows; without it they are attended to once they are in HBM, or not at all.
+        """
         assert 0 <= spare_count < arena.slot_count
         self.layout = layout
         self.metrics = metrics
         self._arena = arena
         self._shelves: dict[Tier, Shelf] = {}
         self._resident = ResidentBlocks(arena.slot_count, eviction)
-        self._promoter = Promoter(self._resident, arena, self._shelves, fetch_deadline_s, metrics)
+        self.costs = costs if costs is not None else CostModel(layout)
+        self._promoter = Promoter(self._resident, arena, self._shelves, self.costs, metrics)
         self._demoter = Demoter(self._resident, arena, self._shelves, policy, metrics)
+        self.hand_down = HandDown(self._resident, arena, self._shelves, metrics, self._demoter.sealed)
+        """What streamed sequences have on the shelves."""
         self._spare_count = spare_count
-        self._openers: dict[Tier, ShelfOpener] = {}
-        self._opened: queue.SimpleQueue[tuple[Tier, Shelf | None]] = queue.SimpleQueue()
-        self._opening = False
-        self._closed = False
-        self._close_lock = threading.Lock()
+        self._sources: list[ShelfSource] = []
+        self._reopening = Reopening()
         self._ends: list[Callable[[], None]] = []
-        self._retry_at = 0.0
-        self._shelf_totals: dict[tuple[str, str], int] = {}
-        self._evicted_seen = 0
+        self.stager: Stager | None = None
+        """Brings rows of NVMe near for passes that attend to them where they are."""
+        if staging is not None:
+            staging.serve(arena)
+            self._ends.append(staging.close)
+            self.stager = Stager(layout.layers, staging, self._shelves, self.costs.deadline_s, metrics)
+            self.hand_down.allow_nvme(self.stager.blocks_max)
+        self._report = StoreReport(layout, self._resident, self._shelves, metrics)
 
-    def add_shelf(self, shelf: Shelf) -> None:
-        """Use a shelf from now on. DRAM comes before NVMe: nearer tiers are asked first."""
-        assert shelf.tier not in self._shelves and not (shelf.tier is Tier.DRAM and Tier.NVME in self._shelves)
+    def add_shelf(self, shelf: Shelf, opener: ShelfOpener | None = None) -> None:
+        """Use a shelf from now on; should its files get lost, `opener` is asked for another.
+
+        DRAM comes before NVMe: nearer tiers are asked first.
+        """
+        assert shelf.tier not in self._shelves
+        shelf.serve(self._arena)
+        farther = {tier: self._shelves.pop(tier) for tier in list(self._shelves) if shelf.tier is Tier.DRAM}
         self._shelves[shelf.tier] = shelf
+        self._shelves |= farther
+        self._report.begin(shelf)
+        if opener is not None:
+            self._reopening.know(shelf.tier, opener)
 
-    def retry_later(self, tier: Tier, opener: ShelfOpener) -> None:
-        """A shelf that could not be opened: a thread calls `opener` every `RETRY_S` until it returns one."""
-        self._openers[tier] = opener
+    def watch(self, source: ShelfSource) -> None:
+        """Use every shelf that `source` has, now or later, and part with those that are lost."""
+        self._sources.append(source)
+
+    def open_shelf(self, tier: Tier, opener: ShelfOpener, wait_s: float = 0.0) -> None:
+        """Use the shelf that `opener` returns: a thread calls it every few seconds until it does, and after a loss.
+
+        With `wait_s` the first call comes at once, and its end is waited for, but no longer.
+        """
+        self._reopening.want(tier, opener)
+        for shelf in self._reopening.wait(wait_s) if wait_s else []:
+            self.add_shelf(shelf)
 
     def on_close(self, end: Callable[[], None]) -> None:
         """Call `end` once the shelves are closed."""
@@ -103,7 +128,7 @@ class Store:
     @property
     def transfer_count(self) -> int:
         """Rows being read or written, whose slots are held until they are done."""
-        return self._promoter.arriving_count + self._demoter.writing_count
+        return self._promoter.arriving_count + self._demoter.writing_count + self.hand_down.moving_count
 
     @property
     def busy(self) -> bool:
@@ -113,7 +138,7 @@ class Store:
     def awaits_slots(self, now: float) -> bool:
         """A transfer that alone holds a slot of HBM, and is not overdue, is in flight: waiting a little gives slots."""
         since = now - OVERDUE_S
-        return self._promoter.frees_slots(since) or self._demoter.frees_slots(since)
+        return any(it.frees_slots(since) for it in (self._promoter, self._demoter, self.hand_down))
 
     def address(self, slot: int) -> int:
         """Base address of a slot's row."""
@@ -122,6 +147,10 @@ class Store:
     def allocate(self, count: int) -> list[int] | None:
         """`count` slots of HBM with one hold each, or None."""
         return self._resident.allocate(count)
+
+    def hold(self, slots: Sequence[int]) -> None:
+        """One more hold on each of these slots, which somebody holds."""
+        self._resident.hold(slots)
 
     def release(self, slots: Sequence[int]) -> None:
         """Give one hold on each slot back."""
@@ -134,16 +163,25 @@ class Store:
         for shelf in self._shelves.values():
             shelf.stamp(hashes, now)
 
-    def fetch(self, hashes: Sequence[BlockHash], block_total: int, now: float) -> Fetch | None:
-        """Claim the longest known prefix of `hashes`, reading what is cold; see `Promoter.fetch`."""
-        fetch = self._promoter.fetch(hashes, block_total, now)
+    def fetch(
+        self, hashes: Sequence[BlockHash], block_total: int, now: float, backlog: Work = NO_WORK, first: int = 0
+    ) -> Fetch | None:
+        """Claim the known prefix of `hashes`, reading what is cold and worth it; see `Promoter.fetch`.
+
+        `first`: blocks of the chain before `hashes`; if there are any, the use of the chain has been noted already.
+        """
+        fetch = self._promoter.fetch(hashes, block_total, now, backlog, first)
         if fetch is not None:
-            known = hashes[: len(fetch.slots)]
-            for shelf in self._shelves.values():
-                shelf.touch(hashes, now)  # what lies behind a gap is wanted, too
-            for depth, block_hash in enumerate(known):
+            if first == 0:
+                self.note_use(hashes, now)  # what lies behind a gap is wanted, too
+            for depth, block_hash in enumerate(hashes[: len(fetch.slots)], first):
                 self._demoter.used(block_hash, depth)
         return fetch
+
+    def note_use(self, hashes: Sequence[BlockHash], now: float) -> None:
+        """A sequence uses this chain, as far as the shelves have it."""
+        for shelf in self._shelves.values():
+            shelf.touch(hashes, now)
 
     def settle(self, fetch: Fetch) -> tuple[list[int], list[Tier]]:
         """Slots and origins of the leading run that arrived; the holds are now the caller's."""
@@ -153,26 +191,52 @@ class Store:
         """Give a fetch up with all its holds."""
         self._promoter.abandon(fetch)
 
-    def seal(self, slot: int, block_hash: BlockHash, depth: int, now: float) -> int:
+    def is_resident(self, block_hash: BlockHash) -> bool:
+        """Whether HBM has a sealed block."""
+        return self._resident.find(block_hash) is not None
+
+    def seal(self, slot: int, block_hash: BlockHash, depth: int, now: float, retention: Retention = PLAIN) -> int:
         """A held block is full: index it and write it through. Returns the slot that holds the content from now on."""
-        kept = self._resident.seal(slot, block_hash, depth, now)
+        kept = self.index(slot, block_hash, depth, now, retention)
         if kept == slot:
             self._demoter.sealed(block_hash, depth)
         return kept
 
+    def index(self, slot: int, block_hash: BlockHash, depth: int, now: float, retention: Retention = PLAIN) -> int:
+        """The same for a block that is not written through: it is handed down."""
+        return self._resident.seal(slot, block_hash, depth, now, retention)
+
+    def retain(self, hashes: Sequence[BlockHash], retention: Retention) -> None:
+        """Raise what is asked for blocks wherever they are: a chain from its first on, or what continues it."""
+        self._resident.retain(hashes, retention)
+        for shelf in self._shelves.values():
+            shelf.retain(hashes, retention)
+
     def poll(self, now: float) -> None:
-        """Turn completions into placements and misses, start waiting writes, retry shelves that are away."""
+        """Turn completions into placements and misses, let expired blocks go, start waiting writes, retry shelves."""
         for tier, shelf in self._shelves.items():
             for done in shelf.poll(now):
+                if self.hand_down.completed(tier, done, now):
+                    continue
                 if done.operation is ShelfOperation.WRITE:
                     self._demoter.completed(tier, done)
+                    continue
+                if tier is Tier.NVME and self.stager is not None and self.stager.completed(done, now):
                     continue
                 arrived = self._promoter.completed(tier, done, now)
                 if arrived is not None and tier is Tier.NVME:
                     self._demoter.wish(Tier.DRAM, *arrived)
+        self._resident.expire(time.time())
+        self._part_with_lost_shelves()
+        for source in self._sources:
+            for shelf in source.poll(now):
+                self.add_shelf(shelf)
+        for shelf in self._reopening.opened(now):
+            self.add_shelf(shelf)
+        self.hand_down.pump(now)
         self._demoter.pump(now)
-        if self._openers:
-            self._retry_shelves(now)
+        if self.stager is not None:
+            self.stager.pump(now)
 
     def drain(self, tier: Tier, give_up: bool = False) -> bool:
         """Push what nobody holds in HBM or DRAM one tier down; call after each poll until it returns True."""
@@ -180,105 +244,57 @@ class Store:
 
     def publish_metrics(self) -> None:
         """Bring gauges and shelf counters of the metrics up to date."""
-        metrics = self.metrics
-        used: Iterable[tuple[Tier, int, int]] = [
-            (Tier.HBM, self._resident.used_count, self.slot_count),
-            *((tier, shelf.used_count, shelf.slot_count) for tier, shelf in self._shelves.items()),
-        ]
-        for tier, used_blocks, capacity_blocks in used:
-            metrics.tier_used_blocks.set(used_blocks, tier.value)
-            metrics.tier_capacity_blocks.set(capacity_blocks, tier.value)
-            metrics.tier_used_bytes.set(used_blocks * self.layout.row_bytes, tier.value)
-            metrics.tier_capacity_bytes.set(capacity_blocks * self.layout.row_bytes, tier.value)
-        self._count_evictions(Tier.HBM, self._resident.evicted_count)
-        for tier, shelf in self._shelves.items():
-            stats = shelf.stats()
-            self._count_evictions(tier, stats["evictions"])
-            for reason in SHELF_REASONS:
-                grown = self._growth((tier.value, reason), stats[reason])
-                if grown:
-                    metrics.shelf_failures.add(grown, tier.value, reason)
-            late = self._growth((tier.value, "late"), stats["late"] + self._promoter.late_counts[tier])
-            if late:
-                metrics.shelf_failures.add(late, tier.value, "late")
+        self._report.publish(self.costs, self._promoter.late_counts)
 
     def stats(self) -> dict[str, int]:
         """Plain numbers of the moment, for `Engine.stats`."""
         values = {
-            "hbm_blocks_used": self._resident.used_count,
-            "hbm_blocks_total": self.slot_count,
-            "hbm_blocks_sealed": self._resident.sealed_count,
-            "hbm_evictions": self._resident.evicted_count,
             "arriving_blocks": self._promoter.arriving_count,
             "writing_blocks": self._demoter.writing_count,
             "waiting_writes": self._demoter.wish_count,
             "dropped_writes": self._demoter.dropped_count,
         }
-        for tier, shelf in list(self._shelves.items()):
-            values |= {f"{tier.value}_{name}": value for name, value in shelf.stats().items()}
-        return values
+        return self._report.stats(self.costs) | values
 
     def check(self, held: Counter[int] | None = None) -> None:
         """Assert all books; with `held` (holds of sequences and fetches by slot) also that none is lost."""
         if held is not None:
-            held = held + Counter(self._promoter.holds()) + Counter(self._demoter.holds())
+            held = held + Counter([*self._promoter.holds(), *self._demoter.holds(), *self.hand_down.holds()])
         self._resident.check(held)
+        self._promoter.check()
+        if self.stager is not None:
+            self.stager.check()
+        self.hand_down.check()
         for shelf in self._shelves.values():
             shelf.check()
+
+    def write_down(self, deadline_s: float) -> None:
+        """Before `close`: write what waits to be written, for as long as that gets on and up to the deadline."""
+        self._demoter.finish(self.poll, time.monotonic() + deadline_s)
 
     def close(self, deadline_s: float) -> None:
         """Let transfers end, up to the deadline, and close the shelves, then the arena."""
         end = time.monotonic() + deadline_s
-        with self._close_lock:
-            self._closed = True
-        while not self._opened.empty():
-            tier, opened = self._opened.get()
-            if opened is not None:
-                self._shelves[tier] = opened
-        for shelf in self._shelves.values():
+        for shelf in [*reversed(self._shelves.values()), *self._reopening.close()]:  # NVMe is written from DRAM's rows
             shelf.close(max(0.0, end - time.monotonic()))
         for hang_up in self._ends:
             hang_up()
         self._arena.close()
 
-    def _retry_shelves(self, now: float) -> None:
-        """Take in what an opener has opened, and send the next one off: opening may wait for a disk."""
-        while not self._opened.empty():
-            tier, shelf = self._opened.get()
-            self._opening = False
-            if shelf is not None:
-                del self._openers[tier]
-                self.add_shelf(shelf)
-        if self._openers and not self._opening and now >= self._retry_at:
-            self._retry_at = now + RETRY_S
-            self._opening = True
-            tier, opener = next(iter(self._openers.items()))
-            self._openers[tier] = self._openers.pop(tier)  # the next one's turn comes next
-            threading.Thread(target=self._open, args=(tier, opener), name="kvtier-opener", daemon=True).start()
-
-    def _open(self, tier: Tier, opener: ShelfOpener) -> None:
-        """Opener thread: a shelf opened for a store that has been closed meanwhile is closed again."""
-        shelf = None
-        try:
-            shelf = opener()
-        finally:
-            with self._close_lock:
-                late = self._closed
-                if not late:
-                    self._opened.put((tier, shelf))
-            if late and shelf is not None:
-                shelf.close(LATE_CLOSE_S)
-
-    def _growth(self, key: tuple[str, str], total: int) -> int:
-        grown = total - self._shelf_totals.get(key, 0)
-        self._shelf_totals[key] = total
-        return grown
-
-    def _count_evictions(self, tier: Tier, total: int) -> None:
-        grown = self._growth((tier.value, "evictions"), total)
-        if grown:
-            self.metrics.evicted_blocks.add(grown, tier.value)
-            self.metrics.evicted_bytes.add(grown * self.layout.row_bytes, tier.value)
-
-
-SHELF_REASONS = ("bad_row", "short_read", "io_error", "no_space")
+    def _part_with_lost_shelves(self) -> None:
+        """Let go of shelves whose files are gone, all at once, once nothing is in flight, asked or held on any."""
+        if any(shelf.is_lost for shelf in self._shelves.values()):
+            for shelf in self._shelves.values():
+                shelf.notice_loss()  # those that are lost together leave together
+        lost = [shelf for shelf in self._shelves.values() if shelf.is_lost]
+        lost = [shelf for shelf in lost if self._sources or self._reopening.knows(shelf.tier)]
+        used = (shelf.in_flight or len(shelf.holdings) or self.hand_down.awaits(shelf.tier) for shelf in lost)
+        if not lost or any(used):
+            return
+        self.publish_metrics()
+        for shelf in lost:
+            tier = shelf.tier
+            del self._shelves[tier]
+            self._demoter.forget(tier)
+            self._report.end(tier, self._promoter.late_counts[tier])
+        self._reopening.replace(lost)

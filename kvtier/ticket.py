@@ -10,8 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvtier.block import BlockHash
-from kvtier.record import Record
+from kvtier.block import BlockHash, Row
+from kvtier.record import Grant, Lease, Record
+from kvtier.retention import PLAIN, Retention
 
 
 class ShelfOperation(enum.Enum):
@@ -19,6 +20,8 @@ class ShelfOperation(enum.Enum):
 
     READ = "read"
     WRITE = "write"
+    VERIFY = "verify"
+    """Judge a leased row where it lies."""
 
 
 class ShelfOutcome(enum.Enum):
@@ -48,20 +51,26 @@ class WriteItem(NamedTuple):
 
     block_hash: BlockHash
     depth: int
-    source: memoryview
+    source: Row
     sums: bytes | None = None
     """The row's slice sums if they are known (it comes from another shelf); None: computed on the worker."""
-    priority: int = 0
-    tenant: str = ""
+    retention: Retention = PLAIN
     intact: Callable[[], bool] | None = None
     """Asked once it is written; False: the source changed meanwhile, so the row does not count."""
+    grant: Grant | None = None
+    """A row that was asked for, to be used for it: it is published and leased in one step. Of the same tenant."""
 
 
 class ReadItem(NamedTuple):
-    """A row to read into `target` (row_bytes, 4 KiB aligned), which belongs to the read until its ticket is done."""
+    """A row to read into `target` (4 KiB aligned), which belongs to the read until its ticket is done, however late.
+
+    With `layers`, a run of them, only their slices are read: one I/O, each slice held to its sum in the record, the
+    row's header left out. `target` is as long as what is read.
+    """
 
     record: Record
-    target: memoryview
+    target: Row
+    layers: range | None = None
 
 
 class ShelfDone(NamedTuple):
@@ -73,6 +82,25 @@ class ShelfDone(NamedTuple):
     block_hash: BlockHash
     moved_bytes: int
     duration_ns: int
+    ended_ns: int = 0
+    """Monotonic; 0: not known, or it never began."""
+    lease: Lease | None = None
+    """On the row that was written into a `WriteItem.grant`, if it is DONE; else the grant has gone back."""
+
+
+class Reply(NamedTuple):
+    """The answer to a question for rows (`grants`) or for leases (`leases`)."""
+
+    number: int
+    """Of the question."""
+    grants: list[Grant] | None
+    """As many as were asked for; None: they cannot be had now."""
+    leases: list[Lease | None] | None
+    """One for each record, None where the row is not there any more; None: it was a question for rows."""
+
+    def refused(self) -> Reply:
+        """The same with nothing given."""
+        return Reply(self.number, None, None if self.leases is None else [None] * len(self.leases))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Measures the linear layers of decoding: the product of a few bf16 rows with a weight matrix, native against torch.
 
-Takes the CPU time of one thread, in turns, so that other programs on the machine disturb it little. The matrices of a
-shape together are larger than the caches near a core.
+Takes the CPU time of one thread, in turns with a plain read of as many bytes, so that other programs on the machine
+disturb it little; with `--threads` above 1 it takes the time on the clock. The matrices of a shape together are larger
+than the caches near a core.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from operator import truediv
 from pathlib import Path
 from statistics import median
 
@@ -35,36 +37,42 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16, 32, 64], help="default: 1 8 16 32 64")
     parser.add_argument("--rounds", type=int, default=7, help="turns of each (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=1, help="default: %(default)s")
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    ops = make_ops(make_backend("auto", 1))
-    table = Table("rows", "in x out", "torch us", "GB/s", f"{ops.name} us", "GB/s", "ratio", title="One bf16 product")
+    torch.set_num_threads(options.threads)
+    clock = time.thread_time if options.threads == 1 else time.perf_counter
+    ops = make_ops(make_backend("auto", options.threads))
+    title = f"One bf16 product, {options.threads} threads"
+    table = Table("rows", "in x out", "read", "torch", f"{ops.name} GB/s", "to read", "to torch", title=title)
+    vector = torch.ones(4096)
+    memory = torch.ones(TOTAL_BYTES // 4 // 4096, 4096)
     with torch.inference_mode():
         for rows in options.rows:
             for inner, outer in SHAPES:
                 count = max(1, TOTAL_BYTES // (2 * inner * outer))
                 weights = [torch.randn(outer, inner).bfloat16() for _ in range(count)]
                 x = torch.randn(rows, inner).bfloat16()
-                turns: tuple[list[float], list[float]] = ([], [])
+                turns: tuple[list[float], ...] = ([], [], [])
                 for _ in range(options.rounds + 1):
-                    turns[0].append(_seconds(partial(F.linear, x), weights))
-                    turns[1].append(_seconds(partial(ops.linear, x, bias=None), weights))
-                ours, torchs = median(turns[1][1:]), median(turns[0][1:])
-                rates = [2e-9 * inner * outer / seconds for seconds in (torchs, ours)]
+                    turns[0].append(_rate(clock, partial(torch.mv, vec=vector), [memory]))
+                    turns[1].append(_rate(clock, partial(F.linear, x), weights))
+                    turns[2].append(_rate(clock, partial(ops.linear, x, bias=None), weights))
+                read, torchs, ours = (median(turn[1:]) for turn in turns)
+                to_read, to_torch = (median(map(truediv, turns[2][1:], turn[1:])) for turn in turns[:2])
                 table.add_row(
-                    *(str(rows), f"{inner} x {outer}", f"{torchs * 1e6:.0f}", f"{rates[0]:.1f}"),
-                    *(f"{ours * 1e6:.0f}", f"{rates[1]:.1f}", f"{torchs / ours:.2f}"),
+                    *(str(rows), f"{inner} x {outer}", f"{read:.1f}", f"{torchs:.1f}", f"{ours:.1f}"),
+                    *(f"{to_read:.2f}", f"{to_torch:.2f}"),
                 )
     Console(width=100).print(table)
     return 0
 
 
-def _seconds(product: Callable[[torch.Tensor], object], weights: list[torch.Tensor]) -> float:
-    """CPU seconds of one product."""
-    started = time.thread_time()
-    for weight in weights:
-        product(weight)
-    return (time.thread_time() - started) / len(weights)
+def _rate(clock: Callable[[], float], product: Callable[[torch.Tensor], object], matrices: list[torch.Tensor]) -> float:
+    """GB of matrices in a second."""
+    started = clock()
+    for matrix in matrices:
+        product(matrix)
+    return sum(matrix.nbytes for matrix in matrices) / (clock() - started) / 1e9
 
 
 if __name__ == "__main__":

@@ -24,13 +24,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from bench import engine_run, machine, server_run  # noqa: E402
+from bench import engine_run, server_run  # noqa: E402
 from bench.report import plot, print_report, to_json  # noqa: E402
 from bench.results import TIERED, TRANSFORMERS, UNTIERED, Decode, Machine, Results, Ttft, decode_limit  # noqa: E402
 from bench.transformers_run import StaticDecode, load_model  # noqa: E402
 from bench.workload import Settings, Workload  # noqa: E402
 
-from kvtier import Engine, KvtierError  # noqa: E402
+from kvtier import Engine, KvtierError, machine  # noqa: E402
 
 READERS = 4
 """As io.readers of engine.yaml."""

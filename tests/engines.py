@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +27,7 @@ def opened(checkpoint: Path, **overrides: object) -> Iterator[Engine]:
         "threads": 1,
         "tiers.hbm.bytes": "4MiB",
         "tiers.dram.bytes": "4MiB",
+        "tiers.load": "always",
     }
     config = EngineConfig.load(None, values | {name.replace("__", "."): value for name, value in overrides.items()})
     with Engine(config) as engine:
@@ -90,3 +93,30 @@ def all_free(engine: Engine) -> bool:
     stats = engine.stats()
     idle = stats["hbm_blocks_used"] == stats["hbm_blocks_sealed"] == engine._store._resident._prefix.idle_count
     return idle and stats["running"] == stats["waiting"] == 0 and not engine._loop._live
+
+
+def knows_shelves(engine: Engine, *tiers: str) -> bool:
+    """Whether these shelves are there, and the engine knows what others have left on them."""
+    books = [one for source in engine._store._sources for one in list(source.books.values())]  # type: ignore[attr-defined]
+    return all(f"{tier}_slots_total" in engine.stats() for tier in tiers) and all(one.current for one in books)
+
+
+def keepers(cache: Path) -> list[int]:
+    """Processes of the keeper of a cache directory."""
+    found = []
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit():
+            try:
+                command = (process / "cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if b"kvtier.keeper" in command and str(cache).encode() in command:
+                found.append(int(process.name))
+    return found
+
+
+def end_keepers(cache: Path) -> None:
+    """Sooner than they would leave by themselves."""
+    for keeper in keepers(cache):
+        os.kill(keeper, signal.SIGKILL)
+    wait_for(lambda: not keepers(cache))

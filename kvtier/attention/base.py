@@ -19,7 +19,9 @@ SPAN_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """Address tables of one pass over S sequences and T new tokens (CPU tensors, contiguous).
+    """Address tables of one pass over S sequences and T new tokens: contiguous tensors on the device of the backend.
+
+    That is the CPU, or for `triton_kernel` the GPU; then addresses are the device's, of its own or mapped host memory.
 
     Sequence s owns tokens `query_starts[s] .. query_starts[s+1]`, at the last positions of its `lengths[s]` tokens:
     token i of it stands at position `lengths[s] - (query_starts[s+1] - query_starts[s]) + i`.
@@ -35,6 +37,22 @@ class AttentionBatch:
     """int64 [token]: base address of the row that token's K and V are written to."""
     append_offsets: torch.Tensor
     """int32 [token]: the token's place within its row."""
+
+    def to(self, place: torch.device) -> AttentionBatch:
+        """The same tensors at `place`."""
+        return AttentionBatch(*(getattr(self, name).to(place) for name in AttentionBatch.__slots__))
+
+
+def merge(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over all positions from attention over parts of them: outs [part, token, head, dim] in any dtype, lses
+    fp32 [part, token, head] -> out [token, head, dim] in that dtype, lse fp32 [token, head].
+
+    A part of which a query sees nothing has an lse of -inf there, and its out may be anything. Exact but for rounding:
+    each part weighs exp(its lse - lse). Not bit-equal to a pass over all positions, which folds spans left to right.
+    """
+    lse = torch.logsumexp(lses, 0)
+    weights = torch.exp(lses - lse)[..., None]
+    return torch.where(weights > 0, outs.float() * weights, 0.0).sum(0).to(outs.dtype), lse
 
 
 class AttentionBackend(Protocol):

@@ -17,6 +17,8 @@ TYPES = {
     torch.bfloat16: _native.Type.bfloat16,
     torch.float16: _native.Type.float16,
 }
+HEAD_DIMS = range(8, 1025, 8)
+"""What the kernels take."""
 
 
 class NativeAttention:

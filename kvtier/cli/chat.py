@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvtier.cli import options
+from kvtier.cli.groups import with_groups
 from kvtier.cli.terminal import cost_line, loaded_engine, messages, reported
 from kvtier.errors import InvalidRequest, RequestError
 from kvtier.request import SamplingParams
@@ -26,26 +27,16 @@ if TYPE_CHECKING:
 WELCOME = "[dim]/reset starts over, /quit or Ctrl-D ends, Ctrl-C cuts an answer short[/]"
 
 
+@with_groups
 def chat(
     model: options.ModelDirectory,
     system: Annotated[
         str | None, typer.Option("--system", metavar="TEXT", help="What the model is told first.")
     ] = None,
-    max_tokens: options.MaxTokens = None,
-    temperature: options.Temperature = None,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    min_p: options.MinP = None,
-    repetition_penalty: options.RepetitionPenalty = None,
-    seed: options.Seed = None,
-    stop: options.Stop = None,
-    config: options.ConfigFile = None,
-    overrides: options.Overrides = None,
-    dtype: options.Dtype = None,
-    hbm: options.Hbm = None,
-    dram: options.Dram = None,
-    nvme: options.Nvme = None,
-    cache_directory: options.CacheDirectory = None,
+    *,
+    sampling: options.SamplingOptions,
+    cache: options.CacheOptions,
+    engine_options: options.EngineOptions,
 ) -> None:
     """Talk to a model. The line under each answer says where the history's tokens came from.
 
@@ -62,23 +53,11 @@ def chat(
       [bold]printf 'Name a river.\\nAnd a longer one?\\n' | kvtier chat .cache/models/smollm2[/]
     """
     with reported():
-        params = SamplingParams(
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            seed=seed,
-            stop=tuple(stop or ()),
-        )
-        resolved = options.engine_config(
-            model, config, overrides, cache_directory, dtype=dtype, hbm=hbm, dram=dram, nvme=nvme
-        )
-        with loaded_engine(resolved) as engine:
+        params = sampling.params()
+        with loaded_engine(engine_options.engine_config(model)) as engine:
             if engine.tokenizer is None or engine.tokenizer.chat_template is None:
                 raise InvalidRequest(f"{model}: has no chat template to talk with; use kvtier generate")
-            converse(Conversation(engine, params, system), interactive=sys.stdin.isatty())
+            converse(Conversation(engine, params, system, cache), interactive=sys.stdin.isatty())
 
 
 @dataclass(eq=False, slots=True)
@@ -88,6 +67,7 @@ class Conversation:
     engine: Engine
     params: SamplingParams
     system: str | None
+    cache: options.CacheOptions
     turns: list[dict[str, object]] = field(default_factory=list)
 
     def say(self, text: str) -> Generator[str, None, None]:
@@ -100,7 +80,7 @@ class Conversation:
         answer: list[str] = []
         started = time.monotonic()
         try:
-            events = self.engine.stream([*system, *self.turns], self.params)
+            events = self.engine.stream([*system, *self.turns], self.params, **self.cache.of_request())
         except RequestError:
             self.turns.pop()
             raise

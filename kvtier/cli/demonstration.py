@@ -20,6 +20,7 @@ OVERRIDES = {
     "dtype": "float32",  # exact to the bit, however a prompt was computed: the same answer is no luck then
     "tiers.hbm.bytes": "142MiB",  # 100 blocks of 1,440 KiB, 4 of them spare: 3,072 tokens
     "tiers.dram.bytes": "280MiB",  # 198 blocks
+    "tiers.dram.staging_bytes": 0,  # nothing here is longer than HBM
     "tiers.nvme.bytes": "1GiB",
     "tiers.nvme.policy": "through",
     "eviction": "lru",

@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvtier.cli import options
+from kvtier.cli.groups import with_groups
 from kvtier.cli.terminal import cost_line, loaded_engine, messages, reported
 from kvtier.errors import InvalidRequest
-from kvtier.request import Completion, SamplingParams
+from kvtier.request import Completion
 
 if TYPE_CHECKING:
     from kvtier.engine import Prompt
 
 
+@with_groups
 def generate(
     model: options.ModelDirectory,
     prompts: Annotated[
@@ -28,21 +30,10 @@ def generate(
         bool, typer.Option("--chat", help="Each prompt is a user's message: the chat template is put around it.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a prompt and line.")] = False,
-    max_tokens: options.MaxTokens = None,
-    temperature: options.Temperature = None,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    min_p: options.MinP = None,
-    repetition_penalty: options.RepetitionPenalty = None,
-    seed: options.Seed = None,
-    stop: options.Stop = None,
-    config: options.ConfigFile = None,
-    overrides: options.Overrides = None,
-    dtype: options.Dtype = None,
-    hbm: options.Hbm = None,
-    dram: options.Dram = None,
-    nvme: options.Nvme = None,
-    cache_directory: options.CacheDirectory = None,
+    *,
+    sampling: options.SamplingOptions,
+    cache: options.CacheOptions,
+    engine_options: options.EngineOptions,
 ) -> None:
     """Complete prompts, all in one batch. Answers go to stdout, what they cost to stderr.
 
@@ -55,23 +46,11 @@ def generate(
       [bold]kvtier generate .cache/models/smollm2 --nvme 10GiB < book.txt[/]     the second time from NVMe
     """
     with reported():
-        params = SamplingParams(
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            seed=seed,
-            stop=tuple(stop or ()),
-        )
+        params = sampling.params()
         texts = prompts or [_standard_input()]
-        resolved = options.engine_config(
-            model, config, overrides, cache_directory, dtype=dtype, hbm=hbm, dram=dram, nvme=nvme
-        )
-        with loaded_engine(resolved) as engine:
+        with loaded_engine(engine_options.engine_config(model)) as engine:
             started = time.monotonic()
-            completions = engine.generate([_prompt(text, use_chat) for text in texts], params)
+            completions = engine.generate([_prompt(text, use_chat) for text in texts], params, **cache.of_request())
             elapsed_s = time.monotonic() - started
         for text, completion in zip(texts, completions, strict=True):
             _show(text, completion, None if len(texts) > 1 else elapsed_s, as_json)

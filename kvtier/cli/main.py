@@ -12,6 +12,8 @@ import typer
 from kvtier import __version__
 from kvtier.cli.chat import chat
 from kvtier.cli.generate import generate
+from kvtier.cli.plan import plan
+from kvtier.cli.shelf.main import app as shelf_app
 from kvtier.cli.smoke import smoke
 
 EPILOG = "Every subcommand has its own --help with examples. A wrong option, configuration or model ends with status 2."
@@ -26,8 +28,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode="rich",
 )
-for command in (chat, generate, smoke):
+for command in (chat, generate, plan, smoke):
     app.command()(command)
+app.add_typer(shelf_app)
 
 
 def _version(asked: bool) -> None:

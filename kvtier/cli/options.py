@@ -1,108 +1,140 @@
-"""Options that several subcommands share, and how they become an EngineConfig and SamplingParams.
+"""The options that `kvtier chat` and `kvtier generate` share, in groups, and what each group becomes.
 
-Owns names and help texts of options. Knows no engine.
+Owns names, defaults and help texts. Knows no engine.
 """
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvtier.config import EngineConfig, default_cache_directory
+from kvtier.request import SamplingParams
 
-ENGINE, SAMPLING = "Engine", "Sampling"
+if TYPE_CHECKING:
+    from kvtier.engine import RequestOptions
 
 ModelDirectory = Annotated[
     Path, typer.Argument(metavar="MODEL_DIR", help="Hugging Face model folder (config.json, *.safetensors, tokenizer).")
 ]
 
-ConfigFile = Annotated[
-    Path | None,
-    typer.Option("--config", metavar="FILE", help="An engine.yaml to start from.", rich_help_panel=ENGINE),
-]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="Override any key of engine.yaml, such as block_tokens=16. Repeatable.",
-        rich_help_panel=ENGINE,
-    ),
-]
-Dtype = Annotated[
-    str | None,
-    typer.Option("--dtype", help="auto, float32, bfloat16 or float16.", rich_help_panel=ENGINE, show_default="auto"),
-]
-Hbm = Annotated[
-    str | None,
-    typer.Option("--hbm", metavar="SIZE", help="Bytes of HBM for KV.", rich_help_panel=ENGINE, show_default="512MiB"),
-]
-Dram = Annotated[
-    str | None,
-    typer.Option("--dram", metavar="SIZE", help="Bytes of DRAM; 0: off.", rich_help_panel=ENGINE, show_default="1GiB"),
-]
-Nvme = Annotated[
-    str | None,
-    typer.Option("--nvme", metavar="SIZE", help="Bytes on NVMe; 0: off.", rich_help_panel=ENGINE, show_default="0"),
-]
-CacheDirectory = Annotated[
-    Path | None,
-    typer.Option(
-        "--cache-dir",
-        metavar="DIR",
-        help="Where the NVMe tier lives; it stays warm for the next run.",
-        rich_help_panel=ENGINE,
-        show_default="~/.cache/kvtier",
-    ),
-]
 
-MaxTokens = Annotated[
-    int | None,
-    typer.Option("--max-tokens", metavar="N", help="Longest answer in tokens.", rich_help_panel=SAMPLING),
-]
-Temperature = Annotated[
-    float | None,
-    typer.Option("--temperature", metavar="T", help="0 is greedy.", rich_help_panel=SAMPLING),
-]
-TopK = Annotated[int | None, typer.Option("--top-k", metavar="K", help="0: off.", rich_help_panel=SAMPLING)]
-TopP = Annotated[float | None, typer.Option("--top-p", metavar="P", rich_help_panel=SAMPLING)]
-MinP = Annotated[float | None, typer.Option("--min-p", metavar="P", rich_help_panel=SAMPLING)]
-RepetitionPenalty = Annotated[
-    float | None, typer.Option("--repetition-penalty", metavar="X", help="1: off.", rich_help_panel=SAMPLING)
-]
-Seed = Annotated[
-    int | None, typer.Option("--seed", metavar="N", help="Makes sampling repeatable.", rich_help_panel=SAMPLING)
-]
-Stop = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--stop", metavar="TEXT", help="End the answer before this text. Repeatable.", rich_help_panel=SAMPLING
-    ),
-]
+def option(panel: str, *names: str, metavar: str | None = None, text: str | None = None, default: str = "") -> Any:
+    """An option of a panel; `default` is how the help shows what holds without it."""
+    return typer.Option(*names, metavar=metavar, help=text, rich_help_panel=panel, show_default=default or False)
 
 
-def engine_config(
-    model: Path,
-    config: Path | None,
-    overrides: list[str] | None,
-    cache_directory: Path | None,
-    **keys: str | None,
-) -> EngineConfig:
-    """The configuration of a command line: file, then options, then `--set`. Raises ConfigError.
+@dataclass(frozen=True, slots=True)
+class SamplingOptions:
+    """How tokens are chosen and when an answer ends."""
 
-    `keys`: values of `dtype`, `hbm`, `dram`, `nvme`; None leaves a key as it is.
-    """
-    values: dict[str, object] = {"model": model, "dtype": keys.get("dtype")}
-    for tier in ("hbm", "dram", "nvme"):
-        values[f"tiers.{tier}.bytes"] = keys.get(tier)
-    given = parse_overrides(overrides or [])
-    if cache_directory is not None:
-        values["tiers.nvme.path"] = cache_directory
-    elif config is None and "tiers.nvme.path" not in given:
-        values["tiers.nvme.path"] = default_cache_directory()
-    return EngineConfig.load(config, {**values, **given})
+    max_tokens: Annotated[
+        int | None, option("Sampling", "--max-tokens", metavar="N", text="Longest answer in tokens.")
+    ] = None
+    temperature: Annotated[float | None, option("Sampling", "--temperature", metavar="T", text="0 is greedy.")] = None
+    top_k: Annotated[int | None, option("Sampling", "--top-k", metavar="K", text="0: off.")] = None
+    top_p: Annotated[float | None, option("Sampling", "--top-p", metavar="P")] = None
+    min_p: Annotated[float | None, option("Sampling", "--min-p", metavar="P")] = None
+    repetition_penalty: Annotated[
+        float | None, option("Sampling", "--repetition-penalty", metavar="X", text="1: off.")
+    ] = None
+    seed: Annotated[int | None, option("Sampling", "--seed", metavar="N", text="Makes sampling repeatable.")] = None
+    stop: Annotated[
+        list[str] | None,
+        option("Sampling", "--stop", metavar="TEXT", text="End the answer before this text. Repeatable."),
+    ] = None
+
+    def params(self) -> SamplingParams:
+        """Raises InvalidRequest."""
+        return SamplingParams(**{**asdict(self), "stop": tuple(self.stop or ())})
+
+
+@dataclass(frozen=True, slots=True)
+class CacheOptions:
+    """What becomes of the blocks of a request. Each name is that of a field of `Request`."""
+
+    cache_salt: Annotated[
+        str, option("Cache", "--cache-salt", metavar="TEXT", text="Share blocks only with requests of this salt.")
+    ] = ""
+    cache_tenant: Annotated[
+        str,
+        option("Cache", "--cache-tenant", metavar="TEXT", text="Who is charged for the blocks.", default="the salt"),
+    ] = ""
+    cache_priority: Annotated[
+        int,
+        option("Cache", "--cache-priority", metavar="N", text="-100 to 100: the lower ones go first.", default="0"),
+    ] = 0
+    cache_ttl_s: Annotated[
+        int | None,
+        option("Cache", "--cache-ttl", metavar="SECONDS", text="Forget the blocks after this long.", default="never"),
+    ] = None
+    cache_pin: Annotated[
+        bool, option("Cache", "--cache-pin", text="Keep the prompt's blocks on the shelves, within tiers.pin_share.")
+    ] = False
+    cache_read: Annotated[
+        bool, option("Cache", "--cache-read/--no-cache-read", text="Reuse blocks, or compute all.", default="reuse")
+    ] = True
+    cache_write: Annotated[
+        bool, option("Cache", "--cache-write/--no-cache-write", text="Leave blocks for later.", default="leave")
+    ] = True
+
+    def of_request(self) -> RequestOptions:
+        """As `Engine.stream` and `Engine.generate` take them."""
+        return asdict(self)  # type: ignore[return-value]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """What the engine is made of besides the model."""
+
+    config: Annotated[
+        Path | None, option("Engine", "--config", metavar="FILE", text="An engine.yaml to start from.")
+    ] = None
+    overrides: Annotated[
+        list[str] | None,
+        option(
+            "Engine",
+            "--set",
+            metavar="KEY=VALUE",
+            text="Override any key of engine.yaml, such as block_tokens=16. Repeatable.",
+        ),
+    ] = None
+    dtype: Annotated[
+        str | None, option("Engine", "--dtype", text="auto, float32, bfloat16 or float16.", default="auto")
+    ] = None
+    hbm: Annotated[
+        str | None, option("Engine", "--hbm", metavar="SIZE", text="Bytes of HBM for KV.", default="512MiB")
+    ] = None
+    dram: Annotated[
+        str | None, option("Engine", "--dram", metavar="SIZE", text="Bytes of DRAM; 0: off.", default="1GiB")
+    ] = None
+    nvme: Annotated[
+        str | None, option("Engine", "--nvme", metavar="SIZE", text="Bytes on NVMe; 0: off.", default="0")
+    ] = None
+    cache_directory: Annotated[
+        Path | None,
+        option(
+            "Engine",
+            "--cache-dir",
+            metavar="DIR",
+            text="Where the NVMe tier lives; it stays warm for the next run.",
+            default="~/.cache/kvtier",
+        ),
+    ] = None
+
+    def engine_config(self, model: Path) -> EngineConfig:
+        """The configuration of a command line: file, then options, then `--set`. Raises ConfigError."""
+        values: dict[str, object] = {"model": model, "dtype": self.dtype}
+        values |= {"tiers.hbm.bytes": self.hbm, "tiers.dram.bytes": self.dram, "tiers.nvme.bytes": self.nvme}
+        given = parse_overrides(self.overrides or [])
+        if self.cache_directory is not None:
+            values["tiers.nvme.path"] = self.cache_directory
+        elif self.config is None and "tiers.nvme.path" not in given:
+            values["tiers.nvme.path"] = default_cache_directory()
+        return EngineConfig.load(self.config, {**values, **given})
 
 
 def parse_overrides(items: list[str]) -> dict[str, str]:

@@ -50,6 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run it all. Status 0: everything held; 1: something did not, and the message says what."""
     settings = parse(arguments)
     console = Console(highlight=False)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the server, a session of its own, is stopped
     try:
         settings.ports.check_free()
         prepare(settings, console)
@@ -143,6 +144,10 @@ def served(settings: Settings, control: ControlClient, console: Console) -> Iter
         console.print(f"Triton server {control.version()} ready after {seconds:.1f} s")
         yield process
         kept = settings.keep
+    except KeyboardInterrupt:
+        stop(process)
+        shutil.rmtree(folder, ignore_errors=True)  # nothing went wrong that its log could tell
+        raise
     finally:
         if not kept:
             status = stop(process)

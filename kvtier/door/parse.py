@@ -5,8 +5,10 @@ Owns the meaning of every input besides sampling, and of a request's parameters.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -14,10 +16,19 @@ from kvtier.door import values
 from kvtier.door.inputs import INPUTS
 from kvtier.door.sampling import SAMPLING_KEYS, known_sampling_key, sampling_params
 from kvtier.errors import InvalidRequest
-from kvtier.request import SALT_CHARACTERS_MAX, Request, SamplingParams
+from kvtier.request import SALT_CHARACTERS_MAX, TENANT_CHARACTERS_MAX, Request, SamplingParams
 
 _TRITON_KEYS = ("priority", "timeout", "sequence_id", "sequence_start", "sequence_end", "headers")
 _TRITON_PREFIX = "triton_"
+_CACHE_READERS: dict[str, Callable[[str, object], object]] = {
+    "cache_salt": partial(values.text, bytes_max=4 * SALT_CHARACTERS_MAX),
+    "cache_tenant": partial(values.text, bytes_max=4 * TENANT_CHARACTERS_MAX),
+    "cache_priority": values.whole,
+    "cache_ttl_s": values.whole,
+    "cache_pin": values.flag,
+    "cache_read": values.flag,
+    "cache_write": values.flag,
+}
 TEXT_BYTES_MIN = 64 << 10
 """Texts up to this length are always looked at, however small the model's context is."""
 
@@ -81,7 +92,7 @@ def parse_request(
         echo = ""
     elif stream or not echo:
         raise InvalidRequest("exclude_input_in_output: false needs plain text_input, without stream, chat or input_ids")
-    request = Request(prompt, _params(named, loose, limits), _priority(parameters, limits), _salt(named))
+    request = Request(prompt, _params(named, loose, limits), _priority(parameters, limits), **_cache(named))
     return DoorRequest(
         request=request,
         stream=stream,
@@ -225,8 +236,9 @@ def _priority(parameters: Mapping[str, object], limits: DoorLimits) -> int:
     return level - limits.default_priority_level if level else 0
 
 
-def _salt(named: Mapping[str, object]) -> str:
-    return values.text("cache_salt", named.get("cache_salt", ""), 4 * SALT_CHARACTERS_MAX)
+def _cache(named: Mapping[str, object]) -> dict[str, Any]:
+    """What is given of the fields of `Request` that say what becomes of its blocks."""
+    return {name: read(name, named[name]) for name, read in _CACHE_READERS.items() if name in named}
 
 
 def _flag(named: Mapping[str, object], name: str, default: bool = False) -> bool:

@@ -1,17 +1,28 @@
 """The I/O contract: requests in, results out, nobody waits.
 
-`IoEngine` moves bytes between descriptors and memory; `SystemCalls` is the seam below it where faults are injected.
+`IoEngine` moves bytes between descriptors and memory; `SystemCalls`, and the `Ring` that they may have, are the seam
+below it where faults are injected.
 Knows nothing of slots, hashes or checksums: those ride along as `prepare` and `then`. Called by the shelf (from the
 engine thread) and by the journal (from its own).
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import errno
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, ParamSpec, Protocol, TypeVar
+
+from kvtier.block import ALIGNMENT
+
+INTERRUPTS_MAX = 64
+"""Interrupted calls in a row before one fails with EINTR."""
+
+_Given = ParamSpec("_Given")
+_Answer = TypeVar("_Answer")
 
 
 class Operation(enum.Enum):
@@ -22,8 +33,14 @@ class Operation(enum.Enum):
     SYNC = "sync"
 
 
-@dataclass(frozen=True, slots=True)
-class IoRequest:
+@dataclass(eq=False, slots=True)
+class SliceSums:
+    """Where an engine that checksums what it moves leaves the sums of the slices; empty where it does not."""
+
+    taken: bytes = b""
+
+
+class IoRequest(NamedTuple):
     """One transfer between a run of bytes of a file and memory.
 
     `buffers` are contiguous; for direct I/O their addresses, lengths and `offset` are multiples of 4 KiB. They and the
@@ -37,18 +54,22 @@ class IoRequest:
     tag: int
     """Chosen by the caller and handed back; unique among what is in flight."""
     prepare: Callable[[], None] | None = None
-    """Run on the worker thread before the bytes move, e.g. to checksum them."""
+    """Run on the worker thread before the bytes move, e.g. to checksum them; MUST NOT change the last buffer.
+
+    That one has moved already where the engine gives `sums`.
+    """
     then: Callable[[], object] | None = None
     """Run on the worker thread once all bytes have moved, e.g. to verify them."""
+    sums: SliceSums | None = None
+    """Of the last buffer, for an engine that takes them: there before `prepare` or `then` runs."""
 
     @property
     def total_bytes(self) -> int:
         """Bytes to move."""
-        return sum(buffer.nbytes for buffer in self.buffers)
+        return sum([buffer.nbytes for buffer in self.buffers])
 
 
-@dataclass(frozen=True, slots=True)
-class IoResult:
+class IoResult(NamedTuple):
     """How a request ended. A read that met the end of the file has moved less than asked and has no error number."""
 
     tag: int
@@ -58,6 +79,8 @@ class IoResult:
     """What `then` returned; None if it did not run."""
     duration_ns: int
     """From the start on the worker to the end, time in the queue left out."""
+    ended_ns: int = 0
+    """When it ended on the worker, monotonic; 0: it never began."""
 
 
 class IoEngine(Protocol):
@@ -88,6 +111,73 @@ class IoEngine(Protocol):
         """Take no more requests, wait up to `deadline_s` for those in flight; returns how many still are."""
 
 
+class Mover(Protocol):
+    """What a worker does with requests: moves their bytes and runs what rides along. Any thread, many at once."""
+
+    @property
+    def batch_max(self) -> int:
+        """How many requests it is worth to be given together; their results come together, too."""
+
+    def move(self, requests: Sequence[IoRequest]) -> list[IoResult]:
+        """A result each, in order. Raises what a `prepare` or `then` raises."""
+
+
+class Move(NamedTuple):
+    """One transfer of a `Ring`, which may end short. The memory of `buffers` must stay until it has ended."""
+
+    tag: int
+    code: int
+    """0 reads, 1 writes, 2 syncs."""
+    descriptor: int
+    offset: int
+    buffers: tuple[memoryview, ...]
+    slice_bytes: int = 0
+    """Not 0: the sums of the slices of the last buffer are wanted, once all has been read."""
+
+
+class End(NamedTuple):
+    """How a move ended."""
+
+    tag: int
+    result: int
+    """Bytes, or minus the error number."""
+    started_ns: int
+    """Monotonic, like the next: when the kernel got it."""
+    ended_ns: int
+    sums: bytes
+    """See `Move.slice_bytes`; empty where they are not to be had."""
+
+
+class Ring(Protocol):
+    """An io_uring. Bounds what is in the kernel, but not its queue. All calls return at once."""
+
+    @property
+    def moving(self) -> int:
+        """How many moves are in the kernel."""
+
+    def push(self, moves: list[Move]) -> None:
+        """Queue moves; from any thread."""
+
+    def cancel(self) -> list[int]:
+        """Take back what is not in the kernel yet; returns its tags."""
+
+    @property
+    def bell(self) -> int:
+        """An eventfd; rings once until the next `take`: when something ended, at `wake`, when `close` says True."""
+
+    def take(self) -> Sequence[tuple[int, int, int, int, bytes]]:
+        """What has ended, each with the fields of `End`."""
+
+    def wake(self) -> None:
+        """Ring the bell; from any thread."""
+
+    def close(self) -> bool:
+        """Take no more. Whether it is gone, once nothing is in the kernel any more; ask again when the bell rings."""
+
+    def after_fork_in_child(self) -> None:
+        """Give up its descriptors; nothing else may be called there."""
+
+
 class SystemCalls(Protocol):
     """The calls that touch a shelf's files, raising OSError as the kernel does."""
 
@@ -102,6 +192,9 @@ class SystemCalls(Protocol):
 
     def fallocate(self, descriptor: int, offset: int, length: int) -> None:
         """Give the file real bytes on its disk (or in memory)."""
+
+    def ring(self, depth: int) -> Ring:
+        """An io_uring with at most `depth` moves in the kernel at once. OSError where there is none."""
 
 
 class KernelCalls:
@@ -122,3 +215,46 @@ class KernelCalls:
     def fallocate(self, descriptor: int, offset: int, length: int) -> None:
         """os.posix_fallocate."""
         os.posix_fallocate(descriptor, offset, length)
+
+    def ring(self, depth: int) -> Ring:
+        """`kvtier._native.Ring`; ENOSYS where that was not built."""
+        try:
+            from kvtier._native import Ring as NativeRing
+        except ImportError:
+            raise OSError(errno.ENOSYS, "kvtier._native was not built") from None
+        return NativeRing(depth)
+
+
+def uninterrupted(call: Callable[_Given, _Answer], /, *arguments: _Given.args, **named: _Given.kwargs) -> _Answer:
+    """Make a call, again while signals interrupt it; EINTR after `INTERRUPTS_MAX` in a row."""
+    for _ in range(INTERRUPTS_MAX - 1):
+        with contextlib.suppress(InterruptedError):
+            return call(*arguments, **named)
+    return call(*arguments, **named)
+
+
+def buffers_after(buffers: Sequence[memoryview], start: int) -> list[memoryview]:
+    """`buffers` without their first `start` bytes."""
+    rest: list[memoryview] = []
+    for buffer in buffers:
+        if start < buffer.nbytes:
+            rest.append(buffer[start:] if start else buffer)
+            start = 0
+        else:
+            start -= buffer.nbytes
+    return rest
+
+
+def last_boundary(moved: int) -> int:
+    """Where to go on after `moved` bytes: a short call may stop anywhere, direct I/O may not start anywhere."""
+    return moved - moved % ALIGNMENT
+
+
+def write_all(calls: SystemCalls, descriptor: int, data: memoryview, offset: int) -> None:
+    """Write all of `data`, going on after short and interrupted calls; OSError once nothing moves any more."""
+    written = 0
+    while written < data.nbytes:
+        count = uninterrupted(calls.pwritev, descriptor, [data[written:]], offset + written)
+        if count == 0:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        written += count

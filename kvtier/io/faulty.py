@@ -1,21 +1,24 @@
 """System calls that fail on request: the seam through which every fault of a disk is tested.
 
-A script says which call (the nth of its kind) errs, moves short, dawdles or hangs until it is released. Wraps any
-`SystemCalls`; used by tests and soak runs, on whatever threads the wrapped calls run on.
+A script says which call (the nth of its kind) errs, moves short, dawdles, hangs until it is released, kills the process
+or cuts the power. Wraps any `SystemCalls`; used by tests and soak runs, on whatever threads the wrapped calls run on.
 """
 
 from __future__ import annotations
 
 import enum
 import errno
+import os
 import random
+import signal
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvtier.io.base import KernelCalls, SystemCalls
+from kvtier.io.base import End, KernelCalls, Move, Ring, SystemCalls
+from kvtier.io.unsynced import UnsyncedCalls
 
 
 class Call(enum.Enum):
@@ -25,6 +28,12 @@ class Call(enum.Enum):
     WRITE = "write"
     SYNC = "sync"
     ALLOCATE = "allocate"
+    SETUP = "setup"
+    """Of an io_uring, whose moves count as the calls that they stand for."""
+
+
+CALLS = (Call.READ, Call.WRITE, Call.SYNC)
+"""By the code of a ring's move."""
 
 
 class Effect(enum.Enum):
@@ -38,6 +47,10 @@ class Effect(enum.Enum):
     """The call happens after `value` seconds."""
     HANG = "hang"
     """The call happens once `FaultyCalls.release` was called."""
+    KILL = "kill"
+    """The process ends by SIGKILL before the call."""
+    DROP_UNSYNCED = "drop-unsynced"
+    """The power fails before the call and the process ends: `cut` of the wrapped `UnsyncedCalls`, with seed `value`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +109,19 @@ class FaultyCalls:
         self._strike(Call.ALLOCATE, ())
         self._inner.fallocate(descriptor, offset, length)
 
-    def _strike(self, call: Call, buffers: Sequence[memoryview]) -> Sequence[memoryview]:
-        """Count the call and suffer its faults; returns the buffers that still move."""
+    def ring(self, depth: int) -> Ring:
+        """See `SystemCalls`."""
+        self._strike(Call.SETUP, ())
+        return FaultyRing(self, self._inner.ring(depth), depth)
+
+    def begin(self, call: Call) -> list[Fault]:
+        """A call begins: count it; returns the faults that it suffers."""
         with self._lock:
             self._counts[call] += 1
-            faults = [fault for fault in self._faults if fault.strikes(call, self._counts[call])]
+            return [fault for fault in self._faults if fault.strikes(call, self._counts[call])]
+
+    def suffer(self, faults: Sequence[Fault], buffers: Sequence[memoryview]) -> Sequence[memoryview]:
+        """Let the faults of a call happen; returns the buffers that still move."""
         for fault in faults:
             if fault.effect is Effect.ERROR:
                 raise OSError(int(fault.value), "injected")
@@ -108,9 +129,108 @@ class FaultyCalls:
                 time.sleep(fault.value)
             elif fault.effect is Effect.HANG:
                 self._released.wait()
+            elif fault.effect is Effect.KILL:
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif fault.effect is Effect.DROP_UNSYNCED:
+                assert isinstance(self._inner, UnsyncedCalls), "only what remembers its writes can drop them"
+                self._inner.cut(int(fault.value))
+                os.kill(os.getpid(), signal.SIGKILL)
             else:
                 buffers = _first(buffers, int(fault.value))
         return buffers
+
+    def _strike(self, call: Call, buffers: Sequence[memoryview]) -> Sequence[memoryview]:
+        return self.suffer(self.begin(call), buffers)
+
+
+class FaultyRing:
+    """A `Ring` whose moves count as the calls that they stand for, once the kernel would get them, and suffer likewise.
+
+    It keeps a queue of its own, so that what the script lets hang is among the `depth` that are in the kernel.
+    """
+
+    def __init__(self, calls: FaultyCalls, inner: Ring, depth: int) -> None:
+        self._calls = calls
+        self._inner = inner
+        self._depth = depth
+        self._lock = threading.Lock()
+        self._waiting: deque[Move] = deque()
+        self._begun: set[int] = set()
+        self._ends: list[End] = []
+        """Of moves that the kernel never got."""
+
+    @property
+    def moving(self) -> int:
+        """See `Ring`."""
+        return len(self._begun)
+
+    def push(self, moves: list[Move]) -> None:
+        """See `Ring`."""
+        with self._lock:
+            self._waiting.extend(moves)
+        self._start()
+
+    def cancel(self) -> list[int]:
+        """See `Ring`."""
+        with self._lock:
+            tags = [move.tag for move in self._waiting]
+            self._waiting.clear()
+        return tags
+
+    @property
+    def bell(self) -> int:
+        """See `Ring`."""
+        return self._inner.bell
+
+    def take(self) -> Sequence[tuple[int, int, int, int, bytes]]:
+        """See `Ring`."""
+        ends = list(self._inner.take())
+        with self._lock:
+            ends += self._ends
+            self._ends = []
+            self._begun -= {tag for tag, *_ in ends}
+        self._start()
+        return ends
+
+    def wake(self) -> None:
+        """See `Ring`."""
+        self._inner.wake()
+
+    def close(self) -> bool:
+        """See `Ring`."""
+        return not self._begun and self._inner.close()
+
+    def after_fork_in_child(self) -> None:
+        """See `Ring`."""
+        self._inner.after_fork_in_child()
+
+    def _start(self) -> None:
+        """Begin what there is room for. What may hang does so on a thread of its own."""
+        while True:
+            with self._lock:
+                if not self._waiting or len(self._begun) >= self._depth:
+                    return
+                move = self._waiting.popleft()
+                self._begun.add(move.tag)
+                faults = self._calls.begin(CALLS[move.code])
+            if any(fault.effect in (Effect.DELAY, Effect.HANG) for fault in faults):
+                threading.Thread(target=self._suffer, args=(move, faults), daemon=True).start()
+            else:
+                self._suffer(move, faults)
+
+    def _suffer(self, move: Move, faults: Sequence[Fault]) -> None:
+        started_ns = time.monotonic_ns()
+        try:
+            buffers = tuple(self._calls.suffer(faults, move.buffers))
+            result = 0
+        except OSError as error:
+            buffers, result = (), -(error.errno or errno.EIO)
+        if result == 0 and (buffers or not move.buffers):
+            self._inner.push([move._replace(buffers=buffers)])
+            return
+        with self._lock:
+            self._ends.append(End(move.tag, result, started_ns, time.monotonic_ns(), b""))
+        self._inner.wake()
 
 
 def seeded_faults(seed: int, count: int, nth_max: int) -> list[Fault]:

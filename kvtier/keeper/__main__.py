@@ -5,32 +5,38 @@ Takes the locked descriptor over, closes every other one, leaves the engine's se
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
-import resource
 import sys
 from pathlib import Path
 
 from kvtier.cache_directory import CacheDirectory
 from kvtier.errors import KvtierError
+from kvtier.keeper.log_file import LateLog, ShortLog
 from kvtier.keeper.server import Server
 
 FIRST_FOREIGN = 3
+LOG_END_S = 1.0
 
 
 def main(path: str, lock: str, linger_s: str) -> int:
     """Serve; the exit status of the process."""
     descriptor = int(lock)
-    limit = min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], 1 << 16)
-    os.closerange(FIRST_FOREIGN, descriptor)
-    os.closerange(max(FIRST_FOREIGN, descriptor + 1), limit)
+    for foreign in [int(name) for name in os.listdir("/proc/self/fd")]:
+        if foreign >= FIRST_FOREIGN and foreign != descriptor:
+            with contextlib.suppress(OSError):
+                os.close(foreign)
     os.set_inheritable(descriptor, False)
     if os.fork():
         os._exit(0)
     os.umask(0o077)
     gc.disable()  # the books have no cycles, and a collection would walk every record
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(process)d %(levelname)s %(message)s")
+    target = ShortLog()
+    target.setFormatter(logging.Formatter("%(asctime)s %(process)d %(levelname)s %(message)s"))
+    late_log = LateLog(target)
+    logging.basicConfig(level=logging.INFO, handlers=[late_log])
     log = logging.getLogger("kvtier.keeper")
     try:
         server = Server(CacheDirectory(Path(path), None, descriptor), float(linger_s))
@@ -39,6 +45,8 @@ def main(path: str, lock: str, linger_s: str) -> int:
     except (KvtierError, OSError) as error:
         log.error("the keeper cannot serve: %s", error)
         return 1
+    finally:
+        late_log.end(LOG_END_S)
     return 0
 
 

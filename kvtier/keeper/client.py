@@ -1,7 +1,8 @@
 """The line from an engine to its keeper: one thread that connects, greets, reads and writes, and never gives up.
 
 The engine thread hands messages in and takes messages out; it never waits for the socket. A line that breaks comes
-back by itself, with a keeper started anew if need be. Knows no books. Owned by shared.py's link.
+back by itself, with a keeper started anew if need be, and in a new seat when the old one is of no use any more. Knows
+no books. Owned by link.py.
 """
 
 from __future__ import annotations
@@ -14,23 +15,22 @@ import selectors
 import socket
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvtier.errors import ShelfError
+from kvtier.keeper.frames import Frames, WireError, frame
 from kvtier.keeper.seat import Seat
-from kvtier.keeper.server import RECOVERING
-from kvtier.keeper.spawn import connect
-from kvtier.keeper.wire import ENGINE_DECODER, Farewell, Frames, Refused, ToEngine, ToKeeper, Welcome, WireError, frame
+from kvtier.keeper.spawn import connect, hang_up
+from kvtier.keeper.wire import ENGINE_DECODER, OTHERS, Farewell, Granted, Refused, ToEngine, ToKeeper, Welcome
 
 log = logging.getLogger(__name__)
 
 START_S = 20.0
 """What finding or starting a keeper may take, its slabs included."""
 RETRY_S = 5.0
-RECOVERY_RETRY_S = 0.1
+BROKEN_RETRY_S = 0.1
 GREETING_PAUSE_S = 0.2
 """Between two looks at whether the engine is closing, while the keeper makes up its mind."""
 QUEUE_MAX = 4096
@@ -38,6 +38,7 @@ QUEUE_MAX = 4096
 INBOX_MAX = 4096
 """Messages that wait to be taken; with more nothing is read, until the keeper cuts the line."""
 FULL_PAUSE_S = 0.05
+MOVE_PAUSE_S = 0.02
 BUFFER_BYTES = 1 << 20
 READ_BYTES = 1 << 20
 
@@ -57,23 +58,21 @@ class Lost:
 class KeeperClient:
     """See the module."""
 
-    def __init__(self, seat: Seat, wake: Callable[[], None], linger_s: float) -> None:
-        """`wake` is called from the line's thread when there is something to take."""
-        self._seat = seat
+    def __init__(self, make_seat: Callable[[], Seat], wake: Callable[[], None], linger_s: float) -> None:
+        """`wake` is called from the line's thread when there is something to take. ShelfError: no seat can be made."""
+        self.seat = make_seat()
+        self._make_seat = make_seat
         self._wake = wake
         self._linger_s = linger_s
         self._inbox: deque[ToEngine | Seated | Lost] = deque()
         self._outbox: deque[tuple[int, ToKeeper]] = deque()
         self._line = 0
-        self._link: socket.socket | None = None
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._closing = threading.Event()
-        self._over = False
-        self.seated = threading.Event()
-        """The seat has been taken once."""
+        self._farewell = ""
+        self._vacated = threading.Event()
         self.refusal = ""
         """Why the last greeting failed."""
-        _close_in_children(self)
         self._thread = threading.Thread(target=self._run, name="kvtier-keeper-line", daemon=True)
         self._thread.start()
 
@@ -109,37 +108,69 @@ class KeeperClient:
         with contextlib.suppress(OSError):
             os.eventfd_write(self._bell, 1)
 
+    def vacate(self) -> None:
+        """After a `Farewell`: nothing uses the seat any more, its I/O has ended. Engine thread."""
+        self._vacated.set()
+        self._ring()
+
     def _run(self) -> None:
-        while not self._closing.is_set() and not self._over:
+        while not self._closing.is_set():
             pause_s = RETRY_S
             try:
-                self._link = connect(self._seat.cache, time.monotonic() + START_S, self._linger_s, self._closing.is_set)
-                if self._link is None:
-                    self.refusal = "no keeper answers, and another engine may have the cache directory for itself"
-                else:
-                    self._greet(self._link)
-                    self._tell(Seated(self._line))
-                    try:
-                        self._serve(self._link)
-                    finally:
-                        self._tell(Lost())
-                    pause_s = 0.0
+                self._follow()
+                pause_s = 0.0
             except OSError as error:  # a keeper that is just leaving, or was killed while we greeted it
-                self.refusal, pause_s = str(error), RECOVERY_RETRY_S
+                self.refusal, pause_s = str(error), BROKEN_RETRY_S
             except (WireError, ShelfError) as error:
                 reason = str(error)
                 if reason != self.refusal:
                     log.warning("no line to the keeper: %s", reason)
                 self.refusal = reason
-                pause_s = RECOVERY_RETRY_S if reason == RECOVERING else RETRY_S
-            if self._link is not None:
-                self._link.close()
-                self._link = None
+                if reason == OTHERS:
+                    self._farewell = reason
+            if self._farewell or not self.seat.cache.is_there():
+                self._move()
+                pause_s = 0.0
             self._closing.wait(pause_s)
+
+    def _follow(self) -> None:
+        """One line, from connecting to its end."""
+        link = connect(self.seat.cache, time.monotonic() + START_S, self._linger_s, self._closing.is_set)
+        if link is None and self._closing.is_set():
+            return
+        if link is None:
+            raise ShelfError("no keeper answers, and another engine may have the cache directory for itself")
+        try:
+            self._greet(link)
+            self._tell(Seated(self._line))
+            try:
+                self._serve(link)
+            finally:
+                self._tell(Lost())
+        finally:
+            hang_up(self.seat.cache, link)
+
+    def _move(self) -> None:
+        """Have the engine let go of its shelves, give the seat up, and make another in its place."""
+        log.warning("the shelves of this engine are over: %s", self._farewell or "their cache directory is gone")
+        self._vacated.clear()
+        self._tell(Farewell(self._farewell))
+        while not self._vacated.is_set():
+            if self._closing.wait(MOVE_PAUSE_S):
+                return
+        self.seat.close(stuck=False)
+        self._farewell = ""
+        while not self._closing.is_set():
+            try:
+                self.seat = self._make_seat()
+                return
+            except ShelfError as error:
+                self.refusal = str(error)
+                self._closing.wait(RETRY_S)
 
     def _greet(self, link: socket.socket) -> None:
         """Say hello and take the seat. ShelfError: refused, or no answer in time."""
-        hello, descriptors = self._seat.greeting()
+        hello, descriptors = self.seat.greeting()
         link.settimeout(GREETING_PAUSE_S)
         socket.send_fds(link, [frame(hello)], descriptors)
         end = time.monotonic() + START_S
@@ -161,10 +192,9 @@ class KeeperClient:
                     if not isinstance(message, Welcome):
                         raise WireError("no welcome")
                     given, taken = taken, []
-                    self._seat.take(message, given)
+                    self.seat.take(message, given)
                     self._line += 1
                     self.refusal = ""
-                    self.seated.set()
                     return
             raise ShelfError("the keeper does not answer")
         finally:
@@ -210,15 +240,27 @@ class KeeperClient:
                     except OSError:
                         return
 
-    def _receive(self, link: socket.socket, frames: Frames) -> bool:
+    def _receive(self, link: socket.socket, frames: Frames[ToEngine]) -> bool:
         """Take what has come; False at the end."""
         data = link.recv(READ_BYTES)
         for message in frames.feed(data):
-            self._over |= isinstance(message, Farewell)
-            self._inbox.append(message)  # type: ignore[arg-type]
+            if isinstance(message, Farewell):
+                self._farewell = message.reason
+            else:
+                self._check(message)
+                self._inbox.append(message)
         if data:
             self._wake()
         return bool(data)
+
+    def _check(self, message: ToEngine) -> None:
+        """WireError for what no keeper says to an engine that has joined; it must not reach the engine's own thread."""
+        if isinstance(message, (Welcome, Refused)):
+            raise WireError("a second answer to the greeting")
+        if isinstance(message, Granted) and message.grants:
+            shared = self.seat.slabs.get(message.tier)
+            if shared is None or max(message.grants)[0] >= shared.slab.slot_count:
+                raise WireError("slots that there are not")
 
     def _following(self) -> bytes:
         """The next messages, framed; those of an earlier connection are dropped."""
@@ -231,25 +273,6 @@ class KeeperClient:
                 taken_bytes += len(taken[-1])
         return b"".join(taken)
 
-    def _tell(self, message: Seated | Lost) -> None:
+    def _tell(self, message: Seated | Lost | Farewell) -> None:
         self._inbox.append(message)
         self._wake()
-
-    def _close_in_child(self) -> None:
-        if self._link is not None:
-            self._link.close()
-        if self._bell >= 0:
-            os.close(self._bell)
-            self._bell = -1
-
-
-def _close_in_children(client: KeeperClient) -> None:
-    """A forked child must not keep the line of its parent open."""
-    reference = weakref.ref(client)
-
-    def close() -> None:
-        opened = reference()
-        if opened is not None:
-            opened._close_in_child()
-
-    os.register_at_fork(after_in_child=close)

@@ -9,40 +9,74 @@ from __future__ import annotations
 import array
 import contextlib
 import os
+import selectors
 import socket
+import struct
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from kvtier.keeper.wire import KEEPER_DECODER, Frames, ToEngine, ToKeeper, WireError, frame
+from kvtier.keeper.frames import Frames, WireError, frame
+from kvtier.keeper.operator_wire import QUESTION_DECODER, Answer, Question
+from kvtier.keeper.wire import KEEPER_DECODER, ToEngine, ToKeeper
 
 READ_BYTES = 256 << 10
 QUEUE_BYTES_MAX = 64 << 20
 CHUNK_BYTES = 256 << 10
+FLUSH_BYTES = 1 << 20
+"""What one engine is written in one turn: a long snapshot must not keep the others waiting."""
 DESCRIPTORS_MAX = 4
+CREDENTIALS = struct.Struct("iII")
+"""SO_PEERCRED: process, user, group."""
 
 
 class Connection:
     """See the module."""
 
-    def __init__(self, link: socket.socket) -> None:
+    def __init__(self, link: socket.socket, now: float) -> None:
         link.setblocking(False)
         self.link = link
         self.owner: int | None = None
         self.layout = ""
+        self.budgets: list[int] = []
+        """What it asked for, by tier index."""
+        self.tiers: frozenset[int] = frozenset()
+        """What it was given."""
         self.joined = False
+        self.reports = False
+        """It was told that it reports for its layout."""
+        self.events = selectors.EVENT_READ
+        """What the server's selector watches."""
+        self.operates = False
+        """An operator's: from now on it asks questions and nothing else."""
         self.closing = False
         """Close it once all that is queued has gone."""
-        self._frames = Frames(KEEPER_DECODER)
+        self._frames: Frames[ToKeeper] | Frames[Question] = Frames(KEEPER_DECODER)
         self._queue: deque[bytes | Iterator[bytes]] = deque()
         self._queued_bytes = 0
         self._buffer = memoryview(b"")
+        self.heard_at = now
+        """When it came, or an operator asked last."""
 
     @property
     def wants_to_write(self) -> bool:
         """Something is queued."""
         return bool(self._queue) or len(self._buffer) > 0
 
-    def receive(self) -> tuple[list[ToKeeper], list[int]]:
+    def dawdles(self, since: float) -> bool:
+        """It has been there since before that time and has not joined."""
+        return not (self.joined or self.operates) and self.heard_at < since
+
+    @property
+    def pid(self) -> int:
+        """The process at the other end, when it connected."""
+        size = CREDENTIALS.size
+        return int(CREDENTIALS.unpack(self.link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))[0])
+
+    def admit_operator(self) -> None:
+        """What comes from now on are questions."""
+        self.operates, self._frames = True, Frames(QUESTION_DECODER)
+
+    def receive(self) -> tuple[Sequence[ToKeeper | Question], list[int]]:
         """Whole messages that have come, and descriptors, which are the caller's. ConnectionError when it has ended."""
         descriptors: list[int] = []
         try:
@@ -60,21 +94,21 @@ class Connection:
                 data = self.link.recv(READ_BYTES)
             if not data:
                 raise ConnectionResetError
-            return list(self._frames.feed(data)), descriptors  # type: ignore[arg-type]
+            return list(self._frames.feed(data)), descriptors
         except BlockingIOError:
             return [], descriptors
         except (WireError, OSError):
             close_all(descriptors)
             raise
 
-    def send_with(self, message: ToEngine, descriptors: Sequence[int]) -> None:
-        """Send the first message of this connection with descriptors. OSError if it does not go at once."""
+    def send_with(self, message: ToEngine | Answer, descriptors: Sequence[int]) -> None:
+        """Send a message with descriptors; nothing may be queued. OSError if it does not go at once."""
         data = frame(message)
         assert not self.wants_to_write
         if socket.send_fds(self.link, [data], list(descriptors)) != len(data):
             raise ConnectionResetError
 
-    def send(self, message: ToEngine) -> None:
+    def send(self, message: ToEngine | Answer) -> None:
         """Queue a message."""
         self.send_bytes(frame(message))
 
@@ -88,8 +122,9 @@ class Connection:
         self._queue.append(frames)
 
     def flush(self) -> None:
-        """Write what the socket takes. ConnectionError if the other side is gone, or too far behind."""
-        while self.wants_to_write:
+        """Write what the socket takes, up to a turn's worth. ConnectionError if the other side is gone, or too slow."""
+        left = FLUSH_BYTES
+        while self.wants_to_write and left > 0:
             if not self._buffer:
                 self._buffer = memoryview(self._following())
             try:
@@ -97,6 +132,7 @@ class Connection:
             except BlockingIOError:
                 break
             self._buffer = self._buffer[sent:]
+            left -= sent
         if self._queued_bytes > QUEUE_BYTES_MAX:
             raise ConnectionResetError("an engine does not read what it is told")
 

@@ -1,70 +1,88 @@
-"""The shelves of one row layout in the keeper: made, or taken over from a keeper that is gone.
+"""The shelves of one row layout in the keeper: those that are there, those being opened, and why one is missing.
 
-Owns slabs, slot tables and journal of the layout and the order in which they come about. What survivors hand over is
-checked and then believed; what is not there is rebuilt from journal or headers. Called by the server.
+Opening may wait for a disk or for memory, so it happens on a thread of its own (`Opening`); the keeper's loop takes the
+end of it in. Knows no engine. Owned by the house; opened by openings.py.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import time
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvtier.cache_directory import CacheDirectory
-from kvtier.directory import SlotState
-from kvtier.errors import KvtierError, ShelfError
+from kvtier.errors import ConfigError, KvtierError
 from kvtier.eviction import PolicyMaker
-from kvtier.io.base import KernelCalls
-from kvtier.io.threads import ThreadsEngine
-from kvtier.journal import Journal
 from kvtier.keeper.ledger import Ledger
 from kvtier.keeper.owners import is_locked
-from kvtier.keeper.slot_table import SlotEntry, SlotTable
-from kvtier.keeper.wire import OWNERS_MAX
-from kvtier.record import Record
-from kvtier.replay import JournalShape, Replay, ReplayState
-from kvtier.shelves import GENERATION_GAP, nvme_slot_count, recover
-from kvtier.tiers.header import HEADER_BYTES, RowFormat, parse_header
-from kvtier.tiers.memory import AlignedPages
-from kvtier.tiers.slab import (
-    KEEPER_BYTE,
-    SLAB_NAME,
-    Slab,
-    join_dram_slab,
-    make_dram_slab,
-    open_nvme_slab,
-)
+from kvtier.keeper.takeover import Opened
+from kvtier.keeper.wire import DRAM, NVME, TIER_NAMES
+from kvtier.terms import Terms
+from kvtier.tiers.header import RowFormat
+from kvtier.tiers.slab import SLAB_NAME
 
 log = logging.getLogger(__name__)
 
-DRAM, NVME = 0, 1
-SCANS_IN_FLIGHT = 64
-ORPHAN_WAIT_S = 1.0
 
+class Opening:
+    """One tier on its way, on a thread. Once `ended`: `opened`, or `error` says why there is none."""
 
-@dataclass(slots=True)
-class Handover:
-    """What a survivor has brought of one shelf. The descriptors are taken over by whoever uses it."""
+    def __init__(self, work: Callable[[], Opened], promised_bytes: int, done: Callable[[], None]) -> None:
+        """`done` is called from the thread at the end. `promised_bytes`: what of a budget is spoken for meanwhile.
 
-    epoch: bytes
-    slot_count: int
-    table: int
-    slab: int | None = None
+        RuntimeError: there can be no more threads now.
+        """
+        self.promised_bytes = promised_bytes
+        self.opened: Opened | None = None
+        self.error = "its opening has failed"
+        self.unfit = False
+        """The error is one of configuration: this machine has not got what is asked for."""
+        self.ended = False
+        self._work = work
+        self._done = done
+        threading.Thread(target=self._run, name="kvtier-opening", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self.opened = self._work()
+        except (KvtierError, OSError, RuntimeError) as error:  # RuntimeError: no more threads
+            self.error, self.unfit = str(error), isinstance(error, ConfigError)
+        finally:
+            self.ended = True
+            self._done()
 
 
 @dataclass(eq=False, slots=True)
 class KeptLayout:
-    """Ledgers of one layout by tier index, and why one is missing."""
+    """Ledgers of one layout by tier index. See the module."""
 
     name: str
     form: RowFormat
-    folder: int
     policy: PolicyMaker
-    ledgers: dict[int, Ledger] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    journal: Journal | None = None
+    terms: Sequence[Terms]
+    """By tier index."""
+    opened: dict[int, Opened] = field(default_factory=dict)
+    openings: dict[int, Opening] = field(default_factory=dict)
+    notes: dict[int, str] = field(default_factory=dict)
+    """Why a tier is not there, by its index."""
+    unfit: set[int] = field(default_factory=set)
+    """Tiers whose note is about the configuration."""
+    lonely_since: float = 0.0
+    """When somebody of this layout was here last."""
+    leaving: list[tuple[threading.Thread, int]] = field(default_factory=list)
+    """Threads that give memory back, and how many bytes each."""
+
+    @property
+    def leaving_bytes(self) -> int:
+        """Bytes of DRAM that are on their way out, and not free yet."""
+        self.leaving = [(thread, held_bytes) for thread, held_bytes in self.leaving if thread.is_alive()]
+        return sum(held_bytes for _, held_bytes in self.leaving)
+
+    @property
+    def ledgers(self) -> dict[int, Ledger]:
+        """Books by tier index, DRAM first."""
+        return {tier: self.opened[tier].ledger for tier in (DRAM, NVME) if tier in self.opened}
 
     @property
     def epochs(self) -> list[tuple[int, bytes, int]]:
@@ -84,138 +102,40 @@ class KeptLayout:
         return any(is_locked(ledger.slab.descriptor, owner) for ledger in self.ledgers.values())
 
     def is_current(self, cache: CacheDirectory) -> bool:
-        """Whether its files are still those of their names."""
-        nvme = self.ledgers.get(NVME)
-        return nvme is None or cache.is_current(SLAB_NAME, nvme.slab.descriptor, self.folder)
+        """Whether its files are still those of their names. Any thread."""
+        opened = self.opened.get(NVME)
+        if opened is None:
+            return True
+        slab = opened.ledger.slab
+        return slab.is_whole() and cache.is_current(SLAB_NAME, slab.descriptor, opened.folder)
 
-    def close(self, deadline_s: float) -> None:
-        """Bring the journal to disk."""
-        if self.journal is not None:
-            self.journal.close(deadline_s)
+    def take_in(self) -> list[int]:
+        """End what has been opened; the tiers that are there now and were not before."""
+        found: list[int] = []
+        for tier, opening in [(tier, opening) for tier, opening in self.openings.items() if opening.ended]:
+            del self.openings[tier]
+            if opening.opened is None:
+                self.note(tier, opening.error, opening.unfit)
+                continue
+            self.opened[tier] = opening.opened
+            self.notes.pop(tier, None)
+            self.unfit.discard(tier)
+            found.append(tier)
+            ledger = opening.opened.ledger
+            counts = len(ledger), ledger.slab.slot_count
+            log.info("layout %s: %s with %d blocks in %d slots", self.name, TIER_NAMES[tier], *counts)
+        return found
 
+    def note(self, tier: int, text: str, unfit: bool = False) -> None:
+        """A tier is not there because of this; `unfit`: see `Opening`."""
+        self.unfit = self.unfit | {tier} if unfit else self.unfit - {tier}
+        text = f"{TIER_NAMES[tier]}: {text}"
+        if self.notes.get(tier) != text:
+            log.warning("layout %s without %s", self.name, text)
+        self.notes[tier] = text
 
-def fill(
-    kept: KeptLayout,
-    cache: CacheDirectory,
-    budgets: Sequence[int],
-    handed: dict[int, Handover],
-    fresh: bool,
-    now: float,
-) -> None:
-    """Open those tiers that are handed over and, if `fresh`, those that have a budget. Takes what it uses of `handed`.
-
-    A tier that cannot be had leaves a note. Nothing fresh is made while survivors may still bring what was there.
-    """
-    kept.notes = []
-    for tier, name in ((DRAM, "DRAM"), (NVME, "NVMe")):
-        if tier in kept.ledgers or (tier not in handed and not (fresh and budgets[tier])):
-            continue
-        try:
-            brought = handed.pop(tier, None)
-            if tier == NVME:
-                ledger = _open_nvme(cache, kept, budgets[NVME], brought, now)
-            else:
-                ledger = _take_dram(kept, brought, now) if brought else _make_dram(kept, budgets[DRAM])
-        except (KvtierError, OSError) as error:
-            kept.notes.append(f"{name}: {error}")
-            log.warning("layout %s without %s: %s", kept.name, name, error)
-        else:
-            kept.ledgers[tier] = ledger
-            slot_count = ledger.slab.slot_count
-            log.info("layout %s: %s with %d blocks in %d slots", kept.name, name, len(ledger), slot_count)
-
-
-def _make_dram(kept: KeptLayout, budget_bytes: int) -> Ledger:
-    form = kept.form
-    slot_count = budget_bytes // form.slot_bytes
-    if slot_count == 0:
-        raise ShelfError(f"tiers.dram.bytes: {budget_bytes} bytes are left, one block takes {form.slot_bytes}")
-    slab = make_dram_slab(form.slot_bytes, slot_count)
-    ledger = Ledger(DRAM, slab, form.slice_count, SlotTable.make(slot_count), None, 0, kept.policy)
-    ledger.restore([], [], 0.0)
-    return ledger
-
-
-def _take_dram(kept: KeptLayout, handed: Handover, now: float) -> Ledger:
-    """Rows from the headers of those slots that the table calls ready."""
-    assert handed.slab is not None
-    form = kept.form
-    table = SlotTable(handed.table, handed.slot_count, writable=True)
-    slab = join_dram_slab(handed.slab, form.slot_bytes, handed.slot_count, handed.epoch)
-    entries = list(table.entries())
-    records: list[Record] = []
-    assert slab.mapping is not None
-    with memoryview(slab.mapping) as rows:
-        for slot, entry in enumerate(entries):
-            if entry.state is SlotState.READY:
-                offset = slab.offset(slot)
-                with rows[offset : offset + HEADER_BYTES] as header:
-                    records += _sound(parse_header(header), slot, entry, form)
-    floor = max(entry.generation for entry in entries) + GENERATION_GAP
-    ledger = Ledger(DRAM, slab, form.slice_count, table, None, floor, kept.policy)
-    ledger.restore(records, entries, now)
-    return ledger
-
-
-def _open_nvme(
-    cache: CacheDirectory, kept: KeptLayout, budget_bytes: int, handed: Handover | None, now: float
-) -> Ledger:
-    form = kept.form
-    slot_count = handed.slot_count if handed else nvme_slot_count(form, budget_bytes, cache.bytes_beside(kept.name))
-    end = time.monotonic() + ORPHAN_WAIT_S
-    slab, fresh = open_nvme_slab(kept.folder, form.slot_bytes, slot_count, KernelCalls(), end, (KEEPER_BYTE, 1))
-    cache.hold(slab.descriptor)
-    shape = JournalShape(slab.epoch, slot_count, form.slice_count)
-    found = Replay(ReplayState.MISSING, [], 0) if fresh else _recover(kept.folder, shape, slab, form)
-    if handed is not None and handed.epoch == slab.epoch:
-        table = SlotTable(handed.table, slot_count, writable=True)
-        entries = list(table.entries())
-        records = _agreed(slab, form, entries, found.records)
-    else:
-        if handed is not None:
-            os.close(handed.table)
-        table, entries, records = SlotTable.make(slot_count), [], found.records
-    seen = [record.generation for record in found.records] + [entry.generation for entry in entries]
-    floor = max([found.generation, *seen]) + GENERATION_GAP
-    kept.journal = Journal(kept.folder, shape, slab.descriptor, records, floor)
-    ledger = Ledger(NVME, slab, form.slice_count, table, kept.journal, floor, kept.policy)
-    ledger.restore(records, entries, now)
-    ledger.frozen = not entries and any(is_locked(slab.descriptor, owner) for owner in range(OWNERS_MAX))
-    return ledger
-
-
-def _recover(folder: int, shape: JournalShape, slab: Slab, form: RowFormat) -> Replay:
-    engine = ThreadsEngine(4, 1, SCANS_IN_FLIGHT, lambda: None)
-    try:
-        return recover(folder, shape, slab, form, engine, SCANS_IN_FLIGHT)
-    finally:
-        engine.close(0.0)
-
-
-def _agreed(slab: Slab, form: RowFormat, entries: Sequence[SlotEntry], replayed: Iterable[Record]) -> list[Record]:
-    """Rows that the table calls ready: from the journal, or what it has missed from their headers."""
-    by_slot = {record.slot: record for record in replayed}
-    records: list[Record] = []
-    page = AlignedPages(1).take()
-    for slot, entry in enumerate(entries):
-        if entry.state is not SlotState.READY:
-            continue
-        record = by_slot.get(slot)
-        if record is not None and record.generation == entry.generation:
-            records.append(record)
-            continue
-        try:
-            os.preadv(slab.descriptor, [page], slab.offset(slot))
-        except OSError:
-            continue
-        records += _sound(parse_header(page), slot, entry, form)
-    return records
-
-
-def _sound(parsed: tuple[Record, RowFormat] | None, slot: int, entry: SlotEntry, form: RowFormat) -> list[Record]:
-    """The record of a header, if it is that of this slot and generation."""
-    if parsed is None:
-        return []
-    record, written = parsed
-    lengths = (written.row_bytes, written.slice_bytes) == (form.row_bytes, form.slice_bytes)
-    return [record] if lengths and (record.slot, record.generation) == (slot, entry.generation) else []
+    def close(self, cache: CacheDirectory) -> None:
+        """Bring the journal to disk and let everything go; waits for the disk."""
+        for opened in self.opened.values():
+            opened.close(cache)
+        self.opened.clear()

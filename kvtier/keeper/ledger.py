@@ -9,17 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from kvtier.block import BlockHash
+from kvtier.books import can_reserve, counts_of
 from kvtier.directory import ChangeLog, Directory, PublishOutcome, SlotState
 from kvtier.eviction import PolicyMaker
+from kvtier.keeper.claims import Claims, OwnerClaims
+from kvtier.keeper.fields import pieces, row_pieces
+from kvtier.keeper.marks import Marks
 from kvtier.keeper.slot_table import NOBODY, SlotEntry, SlotTable
-from kvtier.keeper.wire import Gone, Here, as_rows, pieces
+from kvtier.keeper.wire import CountsSent, Gone, Here, Numbers
 from kvtier.record import NO_TENANT, Grant, Lease, Record
-from kvtier.tiers.header import MAGIC, SUM_BYTES
+from kvtier.retention import Retention
+from kvtier.terms import SlotLimits
+from kvtier.tiers.checksum import SUM_BYTES
 from kvtier.tiers.slab import Slab
-
-_NO_MAGIC = bytes(len(MAGIC))
-Claims = Iterable[tuple[int, int]]
-"""(slot, generation) pairs."""
+from kvtier.write_budget import WriteBudget
 
 
 class Ledger:
@@ -34,7 +37,10 @@ class Ledger:
         journal: ChangeLog | None,
         generation_floor: int,
         policy: PolicyMaker,
+        limits: SlotLimits | None = None,
+        budget: WriteBudget | None = None,
     ) -> None:
+        """Without `limits` and `budget` nothing is bounded but the slots."""
         self.tier_index = tier_index
         self.slab = slab
         self.table = table
@@ -42,14 +48,11 @@ class Ledger:
         """Nothing is granted: I/O of somebody whose slots are unknown may still be under way."""
         self._sums_bytes = slice_count * SUM_BYTES
         self._journal = journal
-        self._directory = Directory(slab.slot_count, policy, self, generation_floor)
+        self._directory = Directory(slab.slot_count, policy, self, generation_floor, limits)
+        self._budget = budget if budget is not None else WriteBudget(0, 0, 0.0)
         self._writer, self._tenant = NOBODY, NO_TENANT
-        self._grants: dict[int, dict[int, int]] = {}
-        self._leases: dict[int, dict[int, int]] = {}
-        self._leased: dict[int, tuple[int, Record | None]] = {}
-        """slot -> (bits of owners, record); None: a row that was dropped before this keeper came."""
-        self._writers: dict[int, tuple[int, bytes]] = {}
-        """slot -> (owner, tenant) of every reservation."""
+        self._claims = OwnerClaims()
+        self._marks = Marks(slab, table, self._directory, self._claims)
         self._changes: list[Gone | Here] = []
 
     def __len__(self) -> int:
@@ -65,43 +68,61 @@ class Ledger:
         """Rows evicted so far."""
         return self._directory.evictions
 
+    def numbers(self) -> Numbers:
+        """What engines are told of it."""
+        return Numbers(self.tier_index, self.used_slots, CountsSent(*counts_of(self._directory, self._budget)))
+
+    @property
+    def written(self) -> tuple[int, int]:
+        """Bytes of the last 24 hours as far as they are counted, and how many they may be; 0: any number."""
+        return self._budget.spent_bytes, self._budget.limit_bytes
+
+    @property
+    def directory(self) -> Directory:
+        """To look only: all that changes it goes through the ledger."""
+        return self._directory
+
+    def claims_of(self, owner: int) -> tuple[int, int]:
+        """How many slots an owner has reserved and how many leased."""
+        return self._claims.counts_of(owner)
+
     def owners(self) -> set[int]:
         """Owners with a claim on any slot."""
-        return {owner for claims in (self._grants, self._leases) for owner, slots in claims.items() if slots}
+        return self._claims.owners()
 
     def restore(self, records: Sequence[Record], entries: Iterable[SlotEntry], now: float) -> None:
         """Begin with rows that were found, and with what a slot table says of claims."""
         ready = {record.slot: record for record in records}
+        entries = list(entries)
         reserved: list[tuple[Grant, bytes]] = []
-        leased: list[tuple[int, int, int]] = []
         for slot, entry in enumerate(entries):
             writing = entry.state is SlotState.WRITING and entry.writer != NOBODY
             if writing:
-                self._grants.setdefault(entry.writer, {})[slot] = entry.generation
-                self._writers[slot] = entry.writer, entry.tenant
-            if entry.leases:
-                leased.append((slot, entry.generation, entry.leases))
+                self._claims.restore_grant(slot, entry)
+            row = ready.get(slot)
+            if row is not None and row.generation == entry.generation:  # what it has been raised to counts
+                ready[slot] = row._replace(priority=entry.priority, expiry_s=entry.expiry_s, pinned=entry.pinned)
             if writing or (entry.leases and slot not in ready):
                 ready.pop(slot, None)
                 reserved.append((Grant(slot, entry.generation), entry.tenant))
         self._directory.restore(list(ready.values()), now, reserved)
-        for slot, generation, bits in leased:
-            record = self._directory.record_at(slot)
-            owners = [owner for owner in range(bits.bit_length()) if bits >> owner & 1]
-            for owner in owners:
-                self._leases.setdefault(owner, {})[slot] = generation
-            if record is not None:
-                self._directory.acquire([record] * len(owners))
-            self._leased[slot] = (bits, record)
-        self._put(range(self.slab.slot_count))
+        for slot, entry in enumerate(entries):
+            if entry.leases:
+                record = self._directory.record_at(slot)
+                owners = self._claims.restore_leases(slot, entry, record)
+                if record is not None:
+                    self._directory.acquire([record] * len(owners))
+        self._directory.trim()
+        self._marks.put(range(self.slab.slot_count))
 
-    def reserve(self, owner: int, count: int, tenant: bytes) -> list[Grant]:
-        """Slots for an owner to write into, as many as there are."""
-        if self.frozen:
+    def reserve(self, owner: int, count: int, tenant: bytes, least: int = 0) -> list[Grant]:
+        """Slots for an owner to write into, as many as there are; none unless there is room for `least`."""
+        if self.frozen or not can_reserve(self._directory, self._budget, least, tenant):
             return []
         self._writer, self._tenant = owner, tenant
-        grants = self._directory.reserve(count, tenant)
-        self._grants.setdefault(owner, {}).update(grants)
+        grants = self._directory.reserve(self._budget.allow(count, tenant), tenant)
+        self._budget.spend(grants)
+        self._claims.grants_of(owner).update(grants)
         return grants
 
     def publish(self, owner: int, rows: Sequence[Record], lease: bool, now: float) -> list[PublishOutcome]:
@@ -109,11 +130,10 @@ class Ledger:
         outcomes = [PublishOutcome.STALE] * len(rows)
         places: list[int] = []
         fitting: list[Record] = []
-        granted, writers = self._grants.setdefault(owner, {}), self._writers
+        granted, writers = self._claims.grants_of(owner), self._claims.writers
         for place, row in enumerate(rows):
-            slot = row.slot
-            if granted.get(slot) == row.generation and len(row.sums) == self._sums_bytes:
-                tenant = writers[slot][1]
+            if granted.get(row.slot) == row.generation and len(row.sums) == self._sums_bytes:
+                tenant = writers[row.slot][1]
                 fitting.append(row if row.tenant == tenant else row._replace(tenant=tenant))
                 places.append(place)
             elif self._is_here(row):
@@ -124,27 +144,45 @@ class Ledger:
             outcomes[place] = outcome
             granted.pop(record.slot, None)
             if outcome is PublishOutcome.DUPLICATE:
-                del self._writers[record.slot]
+                del writers[record.slot]
                 freed.append(record.slot)
-        self._sync(freed)
+        self._marks.sync(freed)
         if lease:
-            self.acquire(owner, [(record.slot, record.generation) for record in fitting])
+            ends = zip(rows, outcomes, strict=True)
+            self.acquire(owner, [row[1:3] for row, end in ends if end is PublishOutcome.PUBLISHED])
         return outcomes
 
-    def abandon(self, owner: int, claims: Claims) -> None:
-        """Take reservations back."""
-        granted = self._grants.get(owner, {})
-        given = [Grant(*claim) for claim in claims if granted.get(claim[0]) == claim[1]]
-        for grant in given:
-            granted.pop(grant.slot, None)
-            self._writers.pop(grant.slot, None)
+    def abandon(self, owner: int, claims: Claims, unused: bool = False) -> None:
+        """Take reservations back; `unused`: nothing was written to them."""
+        granted = self._claims.grants_of(owner)
+        given: list[Grant] = []
+        for slot, generation in claims:
+            if granted.get(slot) == generation:
+                del granted[slot]
+                self._claims.writers.pop(slot, None)
+                given.append(Grant(slot, generation))
         self._directory.abandon(given)
-        self._sync(grant.slot for grant in given)
+        if unused:
+            self._budget.give_back(given)
+        self._marks.sync(grant.slot for grant in given)
 
     def drop(self, claims: Claims) -> None:
         """Hide rows."""
         records = [self._record(*claim) for claim in claims]
         self._directory.drop([record for record in records if record is not None])
+
+    def retain(self, hashes: Sequence[BlockHash], asked: Retention) -> None:
+        """Raise what blocks have to what is asked."""
+        self._directory.retain(hashes, asked)
+
+    def unpin(self, hashes: Sequence[BlockHash]) -> None:
+        """Take the pins of blocks back."""
+        self._directory.unpin(hashes)
+
+    def expire(self, unix_s: float) -> None:
+        """It is so late: hide what has expired."""
+        self._directory.expire(unix_s)
+        self._budget.advance(unix_s)
 
     def touch(self, hashes: Sequence[BlockHash], at: float, counts: bool) -> None:
         """Note a use of a chain's blocks, or only its time."""
@@ -155,46 +193,40 @@ class Ledger:
 
     def acquire(self, owner: int, claims: Claims) -> list[bool]:
         """Set the owner's bit on rows that are still there; it has one, however often it asks."""
-        answers: list[bool] = []
-        for slot, generation in claims:
-            record = self._record(slot, generation)
-            held = self._leases.setdefault(owner, {})
-            if record is not None and slot not in held:
-                self._directory.acquire([record])
-                held[slot] = generation
-                self._leased[slot] = (self._leased.get(slot, (0, None))[0] | 1 << owner, record)
-                self._sync([slot])
-            answers.append(record is not None)
-        return answers
+        held = self._claims.leases_of(owner)
+        records = [self._record(*claim) for claim in claims]
+        fresh = {record.slot: record for record in records if record is not None and record.slot not in held}
+        self._directory.acquire(list(fresh.values()))
+        for record in fresh.values():
+            self._claims.lease(owner, record)
+        self._marks.sync(fresh)
+        return [record is not None for record in records]
 
     def release(self, owner: int, claims: Claims) -> None:
         """Clear the owner's bit; a dropped row's slot is free with the last one."""
-        held = self._leases.get(owner, {})
-        for slot, generation in claims:
-            if held.get(slot) != generation:
-                continue
-            del held[slot]
-            bits, record = self._leased.pop(slot)
-            bits &= ~(1 << owner)
-            if bits:
-                self._leased[slot] = (bits, record)
+        held = self._claims.leases_of(owner)
+        ended = {slot: generation for slot, generation in claims if held.get(slot) == generation}
+        leases, unknown = list[Lease](), list[Grant]()
+        for slot, generation in ended.items():
+            bits, record = self._claims.end_lease(owner, slot)
             if record is not None:
-                self._directory.release([Lease(record)])
+                leases.append(Lease(record))
             elif not bits:
-                self._directory.abandon([Grant(slot, generation)])
-            self._sync([slot])
+                unknown.append(Grant(slot, generation))
+        self._directory.release(leases)
+        self._directory.abandon(unknown)
+        self._marks.sync(ended)
 
     def reconcile(self, owner: int, grants: Iterable[tuple[int, int]], leases: Iterable[tuple[int, int]]) -> None:
         """An owner says all that it holds: what else it had is taken back."""
         grants, leases = set(grants), set(leases)
-        self.abandon(owner, [claim for claim in self._grants.get(owner, {}).items() if claim not in grants])
-        self.release(owner, [claim for claim in self._leases.get(owner, {}).items() if claim not in leases])
+        self.abandon(owner, [claim for claim in self._claims.grants_of(owner).items() if claim not in grants])
+        self.release(owner, [claim for claim in self._claims.leases_of(owner).items() if claim not in leases])
 
     def forget(self, owner: int) -> None:
         """An owner is gone and its I/O has landed."""
         self.reconcile(owner, (), ())
-        self._grants.pop(owner, None)
-        self._leases.pop(owner, None)
+        self._claims.forget(owner)
 
     def rows_of(self, hashes: Sequence[BlockHash]) -> list[Record]:
         """The rows of those blocks that are here."""
@@ -213,30 +245,34 @@ class Ledger:
 
     def reserved(self, grants: Sequence[Grant]) -> None:
         """See `ChangeLog`."""
-        writer, tenant, writers, put = self._writer, self._tenant, self._writers, self.table.put
-        claim = writer, tenant
-        for slot, generation in grants:
-            writers[slot] = claim
-            put(slot, generation, 0, SlotState.WRITING, writer, tenant)
-        self._tell_gone([grant.slot for grant in grants])
+        slots = [slot for slot, _ in grants]
+        self._claims.writers.update(dict.fromkeys(slots, (self._writer, self._tenant)))
+        self.table.put_writing(grants, self._writer, self._tenant)
+        self._tell_gone(slots)
         if self._journal is not None:
             self._journal.reserved(grants)
 
     def published(self, records: Sequence[Record]) -> None:
         """See `ChangeLog`."""
-        writers, put = self._writers, self.table.put
+        writers = self._claims.writers
         for record in records:
             del writers[record.slot]
-            put(record.slot, record.generation, 0, SlotState.READY, NOBODY, record.tenant)
-        for piece in pieces(records):
-            self._changes.append(Here(self.tier_index, as_rows(piece)))
+        self.table.put_ready(records)
+        self._changes += [Here(self.tier_index, rows) for rows in row_pieces(records)]
         if self._journal is not None:
             self._journal.published(records)
+
+    def retained(self, records: Sequence[Record]) -> None:
+        """See `ChangeLog`."""
+        self._marks.put(record.slot for record in records)
+        self._changes += [Here(self.tier_index, rows) for rows in row_pieces(records)]
+        if self._journal is not None:
+            self._journal.retained(records)
 
     def dropped(self, records: Sequence[Record]) -> None:
         """See `ChangeLog`."""
         slots = [record.slot for record in records]
-        self._put(slots)
+        self._marks.put(slots)
         self._tell_gone(slots)
         if self._journal is not None:
             self._journal.dropped(records)
@@ -244,19 +280,13 @@ class Ledger:
     def check(self) -> None:
         """Assert that directory, table and claims agree."""
         self._directory.check()
-        for slot, entry in enumerate(self.table.entries()):
-            state, generation, _ = self._directory.state_of(slot)
-            assert (entry.state, entry.generation) == (state, generation), slot
-            assert entry.leases == self._leased.get(slot, (0, None))[0], slot
-            assert (entry.writer != NOBODY) == (slot in self._writers), slot
-        for owner, grants in self._grants.items():
-            assert all(self._writers[slot][0] == owner for slot in grants)
+        self._marks.check()
+        self._claims.check()
 
     def _tell_gone(self, slots: Sequence[int]) -> None:
         """Nobody may take these for rows any more: neither mirrors nor, from its headers, a keeper to come."""
-        self._zero(slots)
-        for piece in pieces(slots):
-            self._changes.append(Gone(self.tier_index, piece))
+        self._marks.zero(slots)
+        self._changes += [Gone(self.tier_index, piece) for piece in pieces(slots)]
 
     def _record(self, slot: int, generation: int) -> Record | None:
         record = self._directory.record_at(slot) if 0 <= slot < self.slab.slot_count else None
@@ -265,25 +295,3 @@ class Ledger:
     def _is_here(self, record: Record) -> bool:
         found = self._record(record.slot, record.generation)
         return found is not None and found.block_hash == record.block_hash
-
-    def _sync(self, slots: Iterable[int]) -> None:
-        """Bring the table, and for DRAM the header, to what the directory says; for slots that nobody writes to."""
-        slots = list(slots)
-        self._put(slots)
-        self._zero([slot for slot in slots if self._directory.state_of(slot)[0] is not SlotState.READY])
-
-    def _zero(self, slots: Sequence[int]) -> None:
-        mapping, base, slot_bytes, leased = self.slab.mapping, self.slab.base_bytes, self.slab.slot_bytes, self._leased
-        if mapping is None:
-            return
-        for slot in slots:
-            if slot not in leased:
-                offset = base + slot * slot_bytes
-                mapping[offset : offset + len(MAGIC)] = _NO_MAGIC
-
-    def _put(self, slots: Iterable[int]) -> None:
-        for slot in slots:
-            state, generation, tenant = self._directory.state_of(slot)
-            bits = self._leased.get(slot, (0, None))[0]
-            writer = self._writers[slot][0] if slot in self._writers else NOBODY
-            self.table.put(slot, generation, bits, state, writer, tenant)

@@ -6,10 +6,12 @@ shared.py, on the engine thread.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvtier.keeper.client import KeeperClient, Lost, Seated
 from kvtier.keeper.wire import (
+    Abandon,
     Acquired,
     Farewell,
     Gone,
@@ -18,6 +20,7 @@ from kvtier.keeper.wire import (
     Join,
     Numbers,
     Published,
+    Reporter,
     Snapshot,
     ToEngine,
     ToKeeper,
@@ -26,22 +29,34 @@ from kvtier.keeper.wire import (
 if TYPE_CHECKING:
     from kvtier.keeper.shared import SharedBooks
 
+ANSWER_S = 5.0
+"""What the keeper gets to answer in."""
+
 
 class Link:
     """What the books of one layout have in common: the client, and who gets which message."""
 
-    def __init__(self, client: KeeperClient) -> None:
+    def __init__(self, client: KeeperClient, seated: Callable[[], None], ended: Callable[[], None]) -> None:
+        """`seated`: make books of what the keeper has given. `ended`: the books are over."""
         self.client = client
         self.line: int | None = None
         """The connection that is joined; None while there is none."""
         self.over = False
-        """The cache directory is gone: there is nothing here any more, and never will be."""
+        """The shelves are gone for good; a new seat brings new ones."""
+        self.reports = False
+        """This engine is the one that reports what the shelves hold."""
         self._books: dict[int, SharedBooks] = {}
+        self._seated = seated
+        self._ended = ended
         self._number = 0
 
     def add(self, books: SharedBooks) -> None:
         """Messages about this tier go to `books`."""
         self._books[books.tier_index] = books
+
+    def remove(self, tier_index: int) -> None:
+        """Books that are closed hear nothing any more."""
+        del self._books[tier_index]
 
     def send(self, message: ToKeeper) -> bool:
         """Send a message, if there is anyone to read it."""
@@ -62,32 +77,39 @@ class Link:
                 self._join(message.line, now)
             elif isinstance(message, Lost):
                 self.line = None
-                self._each_lost()
+                for books in self._books.values():
+                    books.lost()
             elif isinstance(message, Farewell):
-                self.over, self.line = True, None
+                self.over, self.line, self.reports = True, None, False
                 for books in self._books.values():
                     books.end()
+                self._ended()
+            elif isinstance(message, Reporter):
+                self.reports = message.reports
             else:
                 self._hand(message)
 
     def _join(self, line: int, now: float) -> None:
-        self.line = line
+        self.over, self.line = False, line
+        self._seated()
         held = [(tier, *grant) for tier, books in self._books.items() for grant in books.held()]
-        leased = [(tier, *claim) for tier, books in self._books.items() for claim in books.held_leases()]
+        leased = [(tier, *claim) for tier, books in self._books.items() for claim in books.leases.held()]
         self.send(Join(held, leased))
         for books in self._books.values():
             books.joined(now)
-
-    def _each_lost(self) -> None:
-        for books in self._books.values():
-            books.lost()
 
     def _hand(self, message: ToEngine) -> None:
         if isinstance(message, (Gone, Here, Snapshot, Numbers)):
             books = self._books.get(message.tier)
             if books is not None:
                 books.told(message)
-        elif isinstance(message, (Granted, Published, Acquired)):
-            for books in self._books.values():
-                if books.answered(message):
-                    break
+            return
+        assert isinstance(message, (Granted, Published, Acquired)), message
+        tier = None if isinstance(message, Published) else message.tier
+        if not any(books.answered(message) for index, books in self._books.items() if tier in (None, index)):
+            self._give_back(message)
+
+    def _give_back(self, message: Granted | Published | Acquired) -> None:
+        """An answer that nobody waits for any more. A lease was given back when it did not come in time."""
+        if isinstance(message, Granted) and message.grants:
+            self.send(Abandon(message.tier, message.grants, unused=True))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import os
 
-from kvtier.errors import ShelfError
 from kvtier.io.files import check_private, lock_request
 
 OWNERS_NAME = "owners.lock"
@@ -21,7 +20,7 @@ def open_owners(top: int) -> int:
     descriptor = os.open(OWNERS_NAME, flags, 0o600, dir_fd=top)
     try:
         check_private(descriptor, OWNERS_NAME)
-    except ShelfError:
+    except BaseException:
         os.close(descriptor)
         raise
     return descriptor

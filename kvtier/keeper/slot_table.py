@@ -9,18 +9,20 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from kvtier.directory import SlotState
 from kvtier.errors import ShelfError
 from kvtier.io.files import check_sealed, seal
-from kvtier.keeper.wire import OWNERS_MAX
+from kvtier.keeper.fields import OWNERS_MAX
+from kvtier.record import GENERATION_END, Grant, Record
+from kvtier.retention import is_possible
 
 NOBODY = 255
-_ENTRY = struct.Struct("<QQBB6x16s")
+_ENTRY = struct.Struct("<QQQBBbB4x16s")
 ENTRY_BYTES = _ENTRY.size
-_STAMP = struct.Struct("<QQB")
+_STAMP = struct.Struct("<QQQB")
 
 
 class SlotEntry(NamedTuple):
@@ -33,6 +35,10 @@ class SlotEntry(NamedTuple):
     writer: int
     """Owner that has it reserved, else NOBODY."""
     tenant: bytes
+    priority: int
+    expiry_s: int
+    """Like priority and pin of a row that can be read, else 0."""
+    pinned: bool
 
 
 class SlotTable:
@@ -55,23 +61,54 @@ class SlotTable:
         """A fresh one: every slot is free."""
         return cls(make_sealed("kvtier-slots", slot_count * ENTRY_BYTES), slot_count, writable=True)
 
-    def put(self, slot: int, generation: int, leases: int, state: int, writer: int, tenant: bytes) -> None:
+    def put(
+        self,
+        slot: int,
+        generation: int,
+        leases: int,
+        state: int,
+        writer: int,
+        tenant: bytes,
+        priority: int = 0,
+        expiry_s: int = 0,
+        pinned: bool = False,
+    ) -> None:
         """Keeper: set a slot's entry; see `SlotEntry`."""
-        _ENTRY.pack_into(self._map, slot * ENTRY_BYTES, generation, leases, state, writer, tenant)
+        place = slot * ENTRY_BYTES
+        _ENTRY.pack_into(self._map, place, generation, leases, expiry_s, state, writer, priority, pinned, tenant)
+
+    def put_writing(self, grants: Sequence[Grant], writer: int, tenant: bytes) -> None:
+        """Keeper: these slots are an owner's to write to."""
+        pack, entries, state = _ENTRY.pack_into, self._map, int(SlotState.WRITING)
+        for slot, generation in grants:
+            pack(entries, slot * ENTRY_BYTES, generation, 0, 0, state, writer, 0, False, tenant)
+
+    def put_ready(self, records: Sequence[Record]) -> None:
+        """Keeper: these rows can be read, and nobody leases them."""
+        pack, entries, state = _ENTRY.pack_into, self._map, int(SlotState.READY)
+        for _, slot, generation, _, _, priority, expiry_s, tenant, pinned in records:
+            pack(entries, slot * ENTRY_BYTES, generation, 0, expiry_s, state, NOBODY, priority, pinned, tenant)
 
     def entries(self) -> Iterator[SlotEntry]:
         """All entries in order. ShelfError at one that cannot be."""
-        for generation, leases, state, writer, tenant in _ENTRY.iter_unpack(self._map[:]):
-            if state > SlotState.DROPPED or generation >= 1 << 62 or (writer >= OWNERS_MAX and writer != NOBODY):
+        fields = _ENTRY.iter_unpack(self._map[:])
+        for generation, leases, expiry_s, state, writer, priority, pinned, tenant in fields:
+            known = state <= SlotState.DROPPED and (writer < OWNERS_MAX or writer == NOBODY) and pinned <= 1
+            if not known or generation >= GENERATION_END or not is_possible(priority, expiry_s):
                 raise ShelfError("a slot table is damaged")
-            yield SlotEntry(generation, leases, SlotState(state), writer, tenant)
+            yield SlotEntry(generation, leases, SlotState(state), writer, tenant, priority, expiry_s, bool(pinned))
 
     def is_ready(self, slot: int, generation: int) -> bool:
         """Whether the row of this generation is in its slot. Once False it stays so."""
         if not 0 <= slot < self.slot_count:
             return False
-        found, _, state = _STAMP.unpack_from(self._map, slot * ENTRY_BYTES)
+        found, _, _, state = _STAMP.unpack_from(self._map, slot * ENTRY_BYTES)
         return bool(found == generation and state == SlotState.READY)
+
+    def is_leased(self, slot: int, generation: int, owner: int) -> bool:
+        """Whether an owner has a lease on the row of this generation."""
+        found, leases, _, _ = _STAMP.unpack_from(self._map, slot * ENTRY_BYTES)
+        return bool(found == generation and leases >> owner & 1)
 
     def close(self) -> None:
         """Let go of the map; the descriptor is its holder's to close."""

@@ -15,11 +15,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from kvtier.cache_directory import CacheDirectory
+from kvtier.cache_directory import LOCK_NAME, CacheDirectory
 from kvtier.config import environment
 from kvtier.errors import ShelfError
-from kvtier.io.files import lock_exclusively
-from kvtier.keeper.server import SOCKET_NAME
+from kvtier.io.files import check_private, lock_exclusively
+from kvtier.keeper.wire import SOCKET_NAME
 
 LOG_NAME = "keeper.log"
 LOG_BYTES_MAX = 1 << 20
@@ -32,30 +32,39 @@ def connect(
 ) -> socket.socket | None:
     """A socket to the keeper, which is started if none answers; None if the monotonic `deadline` has passed.
 
-    Raises ShelfError if it cannot be started.
+    The cache directory holds the socket: end it with `hang_up`. Raises ShelfError if no keeper can be started.
     """
     started = False
     while not closing() and time.monotonic() < deadline:
-        link = _try_socket(cache)
-        if link is not None:
-            return link
+        with cache.forking:
+            link = knock(cache.top)
+            if link is not None:
+                cache.hold(link.fileno())
+                return link
         if not started:
-            lock = cache.open_lock()
+            with cache.forking:  # a child with the locked descriptor would keep every later keeper from starting
+                lock = cache.hold(cache.open_lock())
             try:
                 if lock_exclusively(lock, 0.0) and _try_again(cache, lock):
                     _spawn(cache, lock, linger_s)
                     started = True
             finally:
-                os.close(lock)
+                cache.drop(lock)
         time.sleep(RETRY_S)
     return None
 
 
-def _try_socket(cache: CacheDirectory) -> socket.socket | None:
+def hang_up(cache: CacheDirectory, link: socket.socket) -> None:
+    """Close a socket that `connect` has made."""
+    cache.drop(link.detach())
+
+
+def knock(top: int) -> socket.socket | None:
+    """A socket to the keeper of a cache directory (a descriptor) if there is one. ShelfError: it is another user's."""
     link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         link.settimeout(1.0)
-        link.connect(f"/proc/self/fd/{cache.top}/{SOCKET_NAME}")
+        _connect_to(link, top)
         _, user, _ = struct.unpack("iII", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         if user != os.geteuid():
             raise ShelfError(f"the keeper belongs to user {user}")
@@ -68,11 +77,20 @@ def _try_socket(cache: CacheDirectory) -> socket.socket | None:
     return link
 
 
+def _connect_to(link: socket.socket, top: int) -> None:
+    """Connect to the socket of that name itself: a symlink in its place is not followed. Raises OSError."""
+    place = os.open(SOCKET_NAME, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=top)
+    try:
+        link.connect(f"/proc/self/fd/{place}")
+    finally:
+        os.close(place)
+
+
 def _try_again(cache: CacheDirectory, lock: int) -> bool:
     """Under the lock: it is that of this directory, and there is no keeper."""
     if not cache.is_there():
         raise ShelfError("the cache directory is gone or replaced")
-    return cache.is_current("keeper.lock", lock)
+    return cache.is_current(LOCK_NAME, lock)
 
 
 def _spawn(cache: CacheDirectory, lock: int, linger_s: float) -> None:
@@ -113,9 +131,13 @@ def _open_log(cache: CacheDirectory) -> int:
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         log = os.open(LOG_NAME, flags, 0o600, dir_fd=cache.top)
-        os.fchmod(log, 0o600)
-        if os.fstat(log).st_size > LOG_BYTES_MAX:
-            os.ftruncate(log, 0)
+        try:
+            check_private(log, LOG_NAME)
+            if os.fstat(log).st_size > LOG_BYTES_MAX:
+                os.ftruncate(log, 0)
+        except BaseException:
+            os.close(log)
+            raise
     except OSError as error:
         raise ShelfError(f"{LOG_NAME} in the cache directory cannot be written: {error.strerror}") from None
     return log

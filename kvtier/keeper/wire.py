@@ -1,73 +1,45 @@
-"""What engines and keeper say to each other: typed msgpack messages in length-framed, bounded frames.
+"""What engines and keeper say to each other: typed messages of bounded fields.
 
-Owns the protocol version and every bound on what may come over the socket; whatever breaks one is a `WireError` and
-costs its sender the connection, nothing more. Knows no socket. Used by server and client.
+Owns the protocol version and the tag of every message. Knows neither frames nor a socket. Used by server and client.
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Annotated, TypeVar, Union, cast
+from typing import Annotated, Union
 
 import msgspec
 from msgspec import Meta, Struct
 
-from kvtier.errors import KvtierError
-from kvtier.record import TENANT_BYTES, Grant, Record
-from kvtier.tiers.header import SLICES_MAX, SUM_BYTES
+from kvtier.books import BookCounts
+from kvtier.keeper.fields import (
+    OWNERS_MAX,
+    ROWS_MAX,
+    SLOTS_MAX,
+    Deadline,
+    Expiry,
+    Generation,
+    Grants,
+    Hash,
+    Number,
+    Priority,
+    Rows,
+    Slot,
+    Tenant,
+    TermsSent,
+    TierIndex,
+)
+from kvtier.terms import STANDARD
 
-PROTOCOL_VERSION = 1
-FRAME_BYTES_MAX = 4 << 20
-ROWS_MAX = 4096
-"""Rows, grants or slots in one message."""
-SLOTS_MAX = 1 << 32
-OWNERS_MAX = 64
-
-Item = TypeVar("Item")
-
-Slot = Annotated[int, Meta(ge=0, lt=SLOTS_MAX)]
-Generation = Annotated[int, Meta(ge=0, lt=1 << 62)]
-Tenant = Annotated[bytes, Meta(min_length=TENANT_BYTES, max_length=TENANT_BYTES)]
-
-
-class Claim(Grant):
-    """A slot and its generation as they travel."""
-
-    __slots__ = ()
-    slot: Slot
-    generation: Generation
-
-
-Grants = Annotated[list[Claim], Meta(max_length=ROWS_MAX)]
-Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
-"""Of a question: its answer carries the same."""
-Deadline = Annotated[int, Meta(ge=0, lt=1 << 62)]
-"""CLOCK_MONOTONIC in nanoseconds; what comes later is dropped."""
-TierIndex = Annotated[int, Meta(ge=0, le=1)]
-"""0: DRAM, 1: NVMe."""
-Hash = Annotated[bytes, Meta(min_length=32, max_length=32)]
+PROTOCOL_VERSION = 2
+SOCKET_NAME = "keeper.sock"
+DRAM, NVME = 0, 1
+TIER_NAMES = ("DRAM", "NVMe")
+OTHERS = "the keeper has other shelves than this engine"
+"""Reason of a `Refused` after which an engine lets its shelves go and comes anew."""
 
 
-class Row(Record):
-    """A record as it travels: its fields, bounded."""
-
-    __slots__ = ()
-    block_hash: Hash
-    slot: Slot
-    generation: Generation
-    depth: Annotated[int, Meta(ge=0, lt=1 << 32)]
-    sums: Annotated[bytes, Meta(min_length=SUM_BYTES, max_length=SUM_BYTES * SLICES_MAX)]
-    priority: Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)]
-    expiry_s: Annotated[int, Meta(ge=0, lt=1 << 62)]
-    tenant: Tenant
-
-
-Rows = Annotated[list[Row], Meta(max_length=ROWS_MAX)]
-
-
-class WireError(KvtierError):
-    """What came is no message of this protocol: too long, malformed, out of bounds."""
+def _standard_terms() -> list[TermsSent]:
+    return [TermsSent(*STANDARD), TermsSent(*STANDARD)]
 
 
 class Hello(Struct, tag=1, array_like=True):
@@ -85,6 +57,8 @@ class Hello(Struct, tag=1, array_like=True):
     """The number whose lock it holds already, or -1."""
     epochs: Annotated[list[tuple[TierIndex, bytes, Slot]], Meta(max_length=2)] = []
     """(tier, epoch, slots) of the slabs that it has. For DRAM come slab and slot table, for NVMe the slot table."""
+    terms: Annotated[list[TermsSent], Meta(min_length=2, max_length=2)] = msgspec.field(default_factory=_standard_terms)
+    """Of DRAM and NVMe; the layout's first engine's count."""
 
 
 class Join(Struct, tag=2, array_like=True):
@@ -102,6 +76,8 @@ class Reserve(Struct, tag=3, array_like=True):
     count: Annotated[int, Meta(gt=0, le=ROWS_MAX)]
     tenant: Tenant
     deadline_ns: Deadline
+    least: Annotated[int, Meta(ge=0, le=SLOTS_MAX)] = 0
+    """Grant nothing unless there is room for so many, some of which may be asked for later."""
 
 
 class Publish(Struct, tag=4, array_like=True):
@@ -120,6 +96,8 @@ class Abandon(Struct, tag=5, array_like=True):
 
     tier: TierIndex
     grants: Grants
+    unused: bool = False
+    """Nothing was written to them: the write budget has their bytes again."""
 
 
 class Drop(Struct, tag=6, array_like=True):
@@ -161,6 +139,29 @@ class Stop(Struct, tag=10, array_like=True):
     version: int
 
 
+class Retain(Struct, tag=11, array_like=True):
+    """Blocks, of a chain from its first one on, shall stay for the longer of what they have and this."""
+
+    tier: TierIndex
+    hashes: Annotated[list[Hash], Meta(max_length=ROWS_MAX)]
+    priority: Priority
+    expiry_s: Expiry
+    pinned: bool
+
+
+class Unpin(Struct, tag=12, array_like=True):
+    """Blocks can be evicted again."""
+
+    tier: TierIndex
+    hashes: Annotated[list[Hash], Meta(max_length=ROWS_MAX)]
+
+
+class Operate(Struct, tag=31, array_like=True):
+    """First message of an operator instead of `Hello`; what follows is in operator_wire.py."""
+
+    version: int
+
+
 class Welcome(Struct, tag=32, array_like=True):
     """Answer to `Hello`: lock byte `owner`, then `Join`. Rides with the descriptors, as `Hello` does."""
 
@@ -170,6 +171,8 @@ class Welcome(Struct, tag=32, array_like=True):
     """(tier, epoch, slots)."""
     notes: list[str]
     """Why a tier that was asked for is not there."""
+    unfit: str = ""
+    """That of them which says that this machine has not got what the configuration asks for."""
 
 
 class Refused(Struct, tag=33, array_like=True):
@@ -182,6 +185,7 @@ class Granted(Struct, tag=34, array_like=True):
     """Answer to `Reserve`; fewer than asked if there is no room."""
 
     number: Number
+    tier: TierIndex
     grants: Grants
     evicted_count: Annotated[int, Meta(ge=0, le=ROWS_MAX)]
     """Rows that had to go for them."""
@@ -195,10 +199,11 @@ class Published(Struct, tag=35, array_like=True):
 
 
 class Acquired(Struct, tag=36, array_like=True):
-    """Answer to `Acquire`."""
+    """Answer to `Acquire`: those that are leased now."""
 
     number: Number
-    granted: Annotated[list[bool], Meta(max_length=ROWS_MAX)]
+    tier: TierIndex
+    grants: Grants
 
 
 class Gone(Struct, tag=37, array_like=True):
@@ -209,7 +214,7 @@ class Gone(Struct, tag=37, array_like=True):
 
 
 class Here(Struct, tag=38, array_like=True):
-    """Rows that can be read now."""
+    """Rows that can be read now, or whose priority, expiry or pin has changed."""
 
     tier: TierIndex
     rows: Rows
@@ -223,11 +228,29 @@ class Snapshot(Struct, tag=39, array_like=True):
     last: bool
 
 
+class CountsSent(BookCounts):
+    """Counts as they travel."""
+
+    __slots__ = ()
+    pinned: Number
+    expired: Number
+    pins_refused: Number
+    quota_refused: Number
+    write_budget_refused: Number
+
+
 class Numbers(Struct, tag=40, array_like=True):
-    """Slots in use."""
+    """Slots in use, and what this keeper has counted for all engines."""
 
     tier: TierIndex
-    used_slots: int
+    used_slots: Annotated[int, Meta(ge=0, le=SLOTS_MAX)]
+    counts: CountsSent
+
+
+class Reporter(Struct, tag=43, array_like=True):
+    """Whether this engine is the one that reports what its layout's shelves hold, for all engines of the host."""
+
+    reports: bool
 
 
 class Farewell(Struct, tag=41, array_like=True):
@@ -236,73 +259,14 @@ class Farewell(Struct, tag=41, array_like=True):
     reason: str
 
 
-ToKeeper = Union[Hello, Join, Reserve, Publish, Abandon, Drop, Touch, Acquire, Release, Stop]  # noqa: UP007
+ToKeeper = Union[  # noqa: UP007
+    Hello, Join, Reserve, Publish, Abandon, Drop, Touch, Acquire, Release, Stop, Retain, Unpin, Operate
+]
 ToEngine = Union[  # noqa: UP007
-    Welcome, Refused, Granted, Published, Acquired, Gone, Here, Snapshot, Numbers, Farewell
+    Welcome, Refused, Granted, Published, Acquired, Gone, Here, Snapshot, Numbers, Reporter, Farewell
 ]
 
-_LENGTH = struct.Struct("<I")
-_ENCODER = msgspec.msgpack.Encoder()
-KEEPER_DECODER = msgspec.msgpack.Decoder(ToKeeper)
+KEEPER_DECODER: msgspec.msgpack.Decoder[ToKeeper] = msgspec.msgpack.Decoder(ToKeeper)
 """For what engines say."""
-ENGINE_DECODER = msgspec.msgpack.Decoder(ToEngine)
+ENGINE_DECODER: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
 """For what the keeper says."""
-
-
-def frame(message: ToKeeper | ToEngine) -> bytes:
-    """A message as it goes over the socket."""
-    body = _ENCODER.encode(message)
-    assert len(body) <= FRAME_BYTES_MAX, len(body)
-    return _LENGTH.pack(len(body)) + body
-
-
-class Frames:
-    """Cuts what a socket gives into messages."""
-
-    def __init__(self, decoder: msgspec.msgpack.Decoder[ToKeeper] | msgspec.msgpack.Decoder[ToEngine]) -> None:
-        self._decoder = decoder
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> Iterator[ToKeeper | ToEngine]:
-        """The messages that are whole with `data`. Raises WireError at the first that is none."""
-        self._buffer += data
-        start = 0
-        try:
-            while len(self._buffer) - start >= _LENGTH.size:
-                (length,) = _LENGTH.unpack_from(self._buffer, start)
-                if length > FRAME_BYTES_MAX:
-                    raise WireError(f"a frame of {length} bytes")
-                end = start + _LENGTH.size + length
-                if len(self._buffer) < end:
-                    break
-                body = bytes(memoryview(self._buffer)[start + _LENGTH.size : end])
-                start = end
-                try:
-                    message = self._decoder.decode(body)
-                except msgspec.MsgspecError as error:
-                    raise WireError(str(error)) from None
-                yield message
-        finally:
-            del self._buffer[:start]
-
-
-def as_rows(records: Sequence[Record]) -> list[Row]:
-    """Records to send: they travel as they are."""
-    return cast("list[Row]", records if isinstance(records, list) else list(records))
-
-
-def as_claims(claims: Iterable[tuple[int, int]]) -> list[Claim]:
-    """Pairs of slot and generation to send."""
-    return cast("list[Claim]", list(claims))
-
-
-def pieces(items: Iterable[Item], count: int = ROWS_MAX) -> Iterator[list[Item]]:
-    """`items` in lists of at most `count`."""
-    piece: list[Item] = []
-    for item in items:
-        piece.append(item)
-        if len(piece) == count:
-            yield piece
-            piece = []
-    if piece:
-        yield piece

@@ -2,11 +2,13 @@
 
 One class for all families: their differences are flags of `ModelConfig`. Knows addresses (through `AttentionBatch`)
 but neither tiers nor sequences. In fp32 each token's result has the same bits whatever else is in the batch, because
-every operation it is made of keeps rows independent (`ops`, `AttentionBackend`). Called by the runner, engine thread.
+every operation it is made of keeps rows independent (`ops`, `AttentionBackend`). A pass may rest between two layers.
+Called by the runner, engine thread.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,9 +18,10 @@ from kvtier.attention import AttentionBackend, AttentionBatch
 from kvtier.block import KVLayout
 from kvtier.errors import CheckpointError, RequestError
 from kvtier.models.config import DTYPES, ModelConfig
+from kvtier.models.fingerprint import DigestMemory
 from kvtier.models.ops import Ops
 from kvtier.models.rope import rope_table
-from kvtier.models.weights import DecoderWeights, LayerWeights, Progress, load_weights
+from kvtier.models.weights import CPU, DecoderWeights, LayerWeights, Progress, load_weights
 
 
 class NonFiniteError(RequestError):
@@ -33,6 +36,23 @@ class NonFiniteError(RequestError):
         super().__init__(f"the model gave NaN or infinity in {name} for {len(tokens)} tokens: {way_out}")
         self.tokens = tokens
         self.dtype = dtype
+
+
+@dataclass(eq=False, slots=True)
+class Hidden:
+    """A pass between two layers: all that the next one needs, besides the rows."""
+
+    residual: torch.Tensor
+    """[token, hidden]; the decoder adds to it in place."""
+    normed: torch.Tensor
+    """[token, hidden]: the residual through the next layer's input norm."""
+    cos: torch.Tensor
+    sin: torch.Tensor
+    """fp32 [token, dim / 2] of the tokens' positions."""
+    reach: torch.Tensor
+    """fp32 [token]: not finite if a q, k or v was not (float16)."""
+    layer: int = 0
+    """The next layer."""
 
 
 class Decoder:
@@ -59,7 +79,8 @@ class Decoder:
         self._ops = ops
         self._residual_dtype = torch.float32 if self.dtype == torch.float16 else self.dtype
         self._scale = config.head_dim**-0.5
-        self._cos, self._sin = rope_table(config.rope, config.head_dim, config.context)
+        tables = rope_table(config.rope, config.head_dim, config.context)
+        self._cos, self._sin = (table.to(weights.embedding.device) for table in tables)
         following = [*(layer.input_norm for layer in weights.layers[1:]), weights.norm]
         self._layers = list(zip(weights.layers, config.windows, following, strict=True))
 
@@ -79,29 +100,61 @@ class Decoder:
         Logits from `vocab_limit` on are -inf; others may be NaN or infinite. Raises NonFiniteError, once K and V have
         been written, for tokens whose residual is not finite, in float16 also for those whose q, k or v is not.
         """
-        weights, ops, eps = self._weights, self._ops, self.config.rms_eps
-        cos, sin = self._cos.index_select(0, positions), self._sin.index_select(0, positions)
-        residual = F.embedding(token_ids, weights.embedding).to(self._residual_dtype)  # [token, hidden]
-        reach = torch.zeros(len(residual))  # [token]
-        hidden = ops.rmsnorm(residual, weights.layers[0].input_norm, eps, self.dtype)
-        for index, (layer, window, next_norm) in enumerate(self._layers):
-            q, k, v = self._project(hidden, layer)
-            ops.rope(q, k, cos, sin)
+        hidden = self.begin(token_ids, positions)
+        self.run_layers(hidden, range(len(self._layers)), batch)
+        return self.end(hidden, logits_rows)
+
+    def begin(self, token_ids: torch.Tensor, positions: torch.Tensor) -> Hidden:
+        """Begin a forward pass that is run a few layers at a time; what `forward` does in one call."""
+        weights, cos, sin = self._weights, self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+        residual = F.embedding(token_ids, weights.embedding).to(self._residual_dtype)
+        normed = self._ops.rmsnorm(residual, weights.layers[0].input_norm, self.config.rms_eps, self.dtype)
+        return Hidden(residual, normed, cos, sin, torch.zeros(len(residual), device=residual.device))
+
+    def run_layers(self, hidden: Hidden, layers: range, batch: AttentionBatch) -> None:
+        """Run the next layers, which must be `layers`; only their slices of the rows in `batch` are read and written.
+
+        The rows may lie at other addresses for the next call.
+        """
+        assert layers.start == hidden.layer and layers.step == 1 and layers.stop <= len(self._layers), (layers, hidden)
+        ops, eps = self._ops, self.config.rms_eps
+        residual, normed = hidden.residual, hidden.normed
+        for index in layers:
+            layer, window, next_norm = self._layers[index]
+            q, k, v = self._project(normed, layer)
+            ops.rope(q, k, hidden.cos, hidden.sin)
             if self.dtype == torch.float16:
-                reach += _sum(q) + _sum(k) + _sum(v)
+                hidden.reach += _sum(q) + _sum(k) + _sum(v)
             self._backend.append(k, v, batch, self.layout, index)
             attended, _ = self._backend.attend(q, batch, self.layout, index, self._scale, window)
             update = ops.linear(attended.flatten(1), layer.output.weight, layer.output.bias)
-            residual, hidden = ops.add_rmsnorm(residual, update, layer.post_norm, eps)
-            gated = ops.silu_mul(ops.linear(hidden, layer.gate_up.weight, layer.gate_up.bias))
+            residual, normed = ops.add_rmsnorm(residual, update, layer.post_norm, eps)
+            gated = ops.silu_mul(ops.linear(normed, layer.gate_up.weight, layer.gate_up.bias))
             update = ops.linear(gated, layer.down.weight, layer.down.bias)
-            residual, hidden = ops.add_rmsnorm(residual, update, next_norm, eps)
-        finite = torch.isfinite(residual).all(-1) & torch.isfinite(reach)
+            residual, normed = ops.add_rmsnorm(residual, update, next_norm, eps)
+        hidden.residual, hidden.normed, hidden.layer = residual, normed, layers.stop
+
+    def end(self, hidden: Hidden, logits_rows: torch.Tensor) -> torch.Tensor:
+        """Logits of a pass that is through all layers, as `forward` returns them; raises what it raises.
+
+        Waits for what a device was given.
+        """
+        finite, logits = self.finish(hidden, logits_rows)
+        self.check(finite)
+        return logits
+
+    def finish(self, hidden: Hidden, logits_rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `end` looks at and what it returns, without a look: bool [token], whether it is usable, and logits."""
+        assert hidden.layer == len(self._layers), hidden.layer
+        finite = torch.isfinite(hidden.residual).all(-1) & torch.isfinite(hidden.reach)
+        logits = self._ops.linear(hidden.normed.index_select(0, logits_rows), self._weights.head, None).float()
+        logits[:, self.vocab_limit :] = -torch.inf
+        return finite, logits
+
+    def check(self, finite: torch.Tensor) -> None:
+        """Raise NonFiniteError for the tokens that are not usable."""
         if not bool(finite.all()):
             raise NonFiniteError(tuple((~finite).nonzero().flatten().tolist()), self.dtype)
-        logits = ops.linear(hidden.index_select(0, logits_rows), weights.head, None).float()
-        logits[:, self.vocab_limit :] = -torch.inf
-        return logits
 
     def _project(self, hidden: torch.Tensor, layer: LayerWeights) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q [token, head, dim], k and v [token, kv_head, dim]: views into one product, or normed copies."""
@@ -122,17 +175,21 @@ def load_decoder(
     ops: Ops,
     progress: Progress | None = None,
     vocab_limit: int | None = None,
+    memory: DigestMemory | None = None,
+    place: torch.device = CPU,
 ) -> Decoder:
-    """Load a Hugging Face folder of a supported family.
+    """Load a Hugging Face folder of a supported family, to run at `place`.
 
     dtype: "auto" (as the config says, else as stored), "float32", "bfloat16" or "float16". `progress(done, total)` in
-    bytes. `vocab_limit`: the tokenizer's length; logits beyond it are masked. Raises CheckpointError.
+    bytes. `vocab_limit`: the tokenizer's length; logits beyond it are masked. `memory`: where digests of weights are
+    kept. Raises CheckpointError.
     """
     if dtype not in ("auto", *DTYPES):
         raise CheckpointError(f"dtype is {dtype!r}, supported are auto, {', '.join(DTYPES)}")
     config = ModelConfig.from_folder(folder)
     name = config.checkpoint_dtype if dtype == "auto" else dtype
-    weights, digest = load_weights(folder, config, None if name is None else getattr(torch, name), progress)
+    stored = None if name is None else getattr(torch, name)
+    weights, digest = load_weights(folder, config, stored, progress, memory, place)
     return Decoder(config, weights, digest, layout_block_tokens, backend, ops, vocab_limit)
 
 

@@ -1,7 +1,8 @@
 """Tensors of a decoder, read from safetensors: found, checked, copied once into fused buffers, and digested.
 
 Owns the checkpoint's file names and the Hugging Face tensor names. Files are mapped, so the peak is one copy of the
-weights plus page cache. Pickle files are never opened. Called once by `decoder.load_decoder`.
+weights plus page cache. Pickle files are never opened. Files that were digested before are known by their looks
+(fingerprint.py). Called once by `decoder.load_decoder`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from kvtier.errors import CheckpointError
 from kvtier.models.config import ModelConfig
 from kvtier.models.fields import Fields
+from kvtier.models.fingerprint import DigestMemory, FileLook, fingerprint, last_change_ns, look_at
 from kvtier.namespace import framed
 
 SINGLE_FILE = "model.safetensors"
@@ -29,6 +31,7 @@ STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.floa
 SUPPORTED_FILES = f"supported are {SINGLE_FILE}, or {INDEX_FILE} with the shards it names"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 NAMES_SHOWN = 4
+CPU = torch.device("cpu")
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all) after each tensor."""
@@ -67,27 +70,59 @@ class DecoderWeights:
 
 
 def load_weights(
-    folder: Path, config: ModelConfig, dtype: torch.dtype | None, progress: Progress | None = None
+    folder: Path,
+    config: ModelConfig,
+    dtype: torch.dtype | None,
+    progress: Progress | None = None,
+    memory: DigestMemory | None = None,
+    place: torch.device = CPU,
 ) -> tuple[DecoderWeights, bytes]:
-    """Load every tensor in `dtype` (None: as the embedding is stored) and digest what is stored.
+    """Load every tensor in `dtype` (None: as the embedding is stored) to `place` and digest what is stored.
 
-    The digest covers name, dtype, shape and bytes of each tensor and is the same however they are split over files.
-    Raises CheckpointError for missing, half-written or superfluous files and tensors, wrong shapes and dtypes.
+    The digest covers name, dtype, shape and bytes of each tensor and is the same however they are split over files; it
+    is not computed where `memory` has it. Raises CheckpointError for missing, half-written or superfluous files and
+    tensors, wrong shapes and dtypes.
     """
     places = _locate(folder)
+    paths = sorted(set(places.values()))
+    looks = _look_at(paths) if memory is not None else ()  # first: what is opened then either is that or looks changed
+    seen, known = b"", None
     with ExitStack() as stack:
-        files = {path: _open(stack, path) for path in sorted(set(places.values()))}
+        files = {path: _open(stack, path) for path in paths}
         _check_places(places, files)
         if EMBEDDING not in places:
             raise CheckpointError(f"{folder}: tensor {EMBEDDING} is missing")
         if dtype is None:
             dtype = _stored_dtype(files[places[EMBEDDING]], EMBEDDING)
-        weights, targets = _allocate(config, dtype, own_head=not config.tie_embeddings)
+        with place:
+            weights, targets = _allocate(config, dtype, own_head=not config.tie_embeddings)
         _check_tensors(folder, places, files, targets, config)
-        digest = _copy(files, targets, progress)
+        if memory is not None:
+            seen = fingerprint(looks, {name: paths.index(places[name]) for name in targets})
+            known = memory.recall(seen)
+        order = [
+            (file, name)
+            for path, file in files.items()
+            for name in file.offset_keys()
+            if name in targets and places[name] == path
+        ]
+        digest = _copy(order, targets, progress, known)
         if config.tie_embeddings and HEAD in places:
             weights = _with_stored_head(weights, files[places[HEAD]].get_tensor(HEAD))
+    if memory is not None:
+        unchanged = _look_at(paths) == looks
+        if unchanged and known is None:
+            memory.remember(seen, digest, last_change_ns(looks))
+        if not unchanged and known is not None:
+            return load_weights(folder, config, dtype, progress, place=place)
     return weights, digest
+
+
+def _look_at(paths: list[Path]) -> tuple[FileLook, ...]:
+    try:
+        return look_at(paths)
+    except OSError as error:
+        raise CheckpointError(f"{error.filename}: cannot be read: {error.strerror}") from None
 
 
 def _locate(folder: Path) -> dict[str, Path]:
@@ -175,32 +210,41 @@ def _check_tensors(
             )
 
 
-def _copy(files: dict[Path, Any], targets: dict[str, torch.Tensor], progress: Progress | None) -> bytes:
-    """Copy every stored tensor to its target, in file order; returns the digest of what is stored."""
-    order = [(file, name) for file in files.values() for name in file.offset_keys() if name in targets]
+def _copy(
+    order: list[tuple[Any, str]], targets: dict[str, torch.Tensor], progress: Progress | None, known: bytes | None
+) -> bytes:
+    """Copy stored tensors to their targets, in that order; returns the digest of what is stored, if not `known`."""
     total = sum(targets[name].numel() * _stored_dtype(file, name).itemsize for file, name in order)
     done = 0
     records: dict[str, list[bytes]] = {}
     for file, name in order:
         stored = file.get_tensor(name)
-        content = xxhash.xxh3_128_digest(stored.view(torch.uint8).numpy())  # against accidents; weights are trusted
-        records[name] = [name.encode(), str(stored.dtype).encode(), json.dumps(list(stored.shape)).encode(), content]
+        if known is None:
+            records[name] = _record(name, stored)
         target = targets[name].copy_(stored)
         if target.dtype == torch.float16 and not bool(torch.isfinite(target).all()):
             raise CheckpointError(f"tensor {name} holds values beyond float16's range: use dtype bfloat16 or float32")
         done += stored.nbytes
         if progress is not None:
             progress(done, total)
+    if known is not None:
+        return known
     return hashlib.sha256(framed([part for name in sorted(records) for part in records[name]])).digest()
+
+
+def _record(name: str, stored: Any) -> list[bytes]:
+    """What the digest covers of one tensor."""
+    content = xxhash.xxh3_128_digest(stored.view(torch.uint8).numpy())  # against accidents; weights are trusted
+    return [name.encode(), str(stored.dtype).encode(), json.dumps(list(stored.shape)).encode(), content]
 
 
 def _with_stored_head(weights: DecoderWeights, stored: torch.Tensor) -> DecoderWeights:
     """Tied by the config yet stored as well: as in Transformers, a head that differs from the embedding is kept."""
-    if stored.shape == weights.embedding.shape and torch.equal(stored.to(weights.embedding.dtype), weights.embedding):
-        return weights
     if stored.shape != weights.embedding.shape:
         raise CheckpointError(f"tensor {HEAD} has shape {list(stored.shape)}, expected {list(weights.embedding.shape)}")
-    head = stored.to(weights.embedding.dtype, copy=True)
+    head = stored.to(weights.embedding, copy=True)
+    if torch.equal(head, weights.embedding):
+        return weights
     return DecoderWeights(weights.embedding, weights.layers, weights.norm, head)
 
 

@@ -4,15 +4,13 @@
 
 #include "tile.hpp"
 
-#include "matrix_amx.hpp"
-
-#include "attend.hpp"
+#include "attend_amx.hpp"
 
 namespace kvtier {
 
 const KernelTable* amx_kernels() {
     if (!__builtin_cpu_supports("avx512bf16")) return nullptr;
-    static const KernelTable table{"amx", attend, avx512_kernels()->norm, avx512_kernels()->rope,
+    static const KernelTable table{"amx", UnitTask::TILE_QUERY_ROWS, attend, avx512_kernels()->norm, avx512_kernels()->rope,
                                    avx512_kernels()->silu_mul, avx512_kernels()->linear};
     return &table;
 }

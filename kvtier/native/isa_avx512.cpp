@@ -3,8 +3,6 @@
 
 #include "tile.hpp"
 
-#include "matrix.hpp"
-
 #include "attend.hpp"
 #include "elementwise.hpp"
 #include "linear.hpp"
@@ -16,7 +14,7 @@ const KernelTable* avx512_kernels() {
         !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq")) {
         return nullptr;
     }
-    static constexpr KernelTable table{"avx512", attend, norm, rope, silu_mul, linear};
+    static constexpr KernelTable table{"avx512", CONVERTED_ROWS, attend, norm, rope, silu_mul, linear};
     return &table;
 }
 

@@ -3,8 +3,6 @@
 
 #include "tile.hpp"
 
-#include "matrix.hpp"
-
 #include "attend.hpp"
 #include "elementwise.hpp"
 #include "linear.hpp"
@@ -12,7 +10,7 @@
 namespace kvtier {
 
 const KernelTable* plain_kernels() {
-    static constexpr KernelTable table{"plain", attend, norm, rope, silu_mul, linear};
+    static constexpr KernelTable table{"plain", CONVERTED_ROWS, attend, norm, rope, silu_mul, linear};
     return &table;
 }
 

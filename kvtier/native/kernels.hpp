@@ -49,9 +49,9 @@ struct Tile {
     int first_token, queries;  // within q
     int position;              // of the first query
     int first_span, end_span;  // spans that any of the queries sees
-    int groups;                // tasks that the spans are cut into
-    int open_groups;           // those not finished yet; atomic, used only if groups > 1
-    std::int64_t partial_row;  // its first row in `partials`, used only if groups > 1
+    int groups;                  // tasks that the spans are cut into
+    int open_groups;             // those not finished yet; atomic, used only if groups > 1
+    std::int64_t partial_place;  // of its first span in `partials`, used only if groups > 1
 };
 
 struct Task {
@@ -63,10 +63,20 @@ struct AttendTasks {
     const Task* tasks;
     int count;
     int tile_rows_max;  // queries x query heads of a KV head
-    float* partials;    // [row of a tile's span][padded dim + 2]: acc, maximum, total
+    float* partials;    // partial_floats() for each span of a tile
 };
 
+constexpr int CONVERTED_ROWS = 96;  // query rows of a tile that repay the conversion of a span's K and V to fp32
+
 constexpr int padded(int dim) { return (dim + 15) / 16 * 16; }
+
+// What a kernel may keep of a tile's rows over a span: sums of as many numbers as the dim has, a maximum and a total. There
+// is room for blocks of 16 rows, or one block of a power of two.
+constexpr std::int64_t partial_floats(int rows, int dim) {
+    int block_rows = 1;
+    while (block_rows < rows && block_rows < 16) block_rows *= 2;
+    return std::int64_t(rows + block_rows - 1) / block_rows * ((dim + 31) / 32 * 32 * block_rows + 32);
+}
 
 struct AppendArguments {
     Rows rows;
@@ -117,6 +127,7 @@ struct LinearArguments {
 
 struct KernelTable {
     const char* isa;
+    int bf16_tile_rows;  // query rows of a tile of `attend` that suit it where q and rows are bf16
     void (*attend)(Pool&, const AttendArguments&, const AttendTasks&);
     void (*norm)(Pool&, const NormArguments&);
     void (*rope)(Pool&, const RopeArguments&);

@@ -1,4 +1,4 @@
-// kvtier._native: CPU kernels over raw addresses. The only file that knows Python.
+// kvtier._native: CPU kernels over raw addresses. With the *_module.cpp, the only file that knows Python.
 //
 // Callers (kvtier/attention/native.py, kvtier/models/ops.py) own every tensor behind an address and vouch for its shape.
 // All strides are in elements. Types are 0 fp32, 1 bf16, 2 fp16. Every call releases the GIL; one call at a time for
@@ -12,10 +12,12 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include "checksum_module.hpp"
 #include "few_rows.hpp"
 #include "kernels.hpp"
 #include "plan.hpp"
 #include "pool.hpp"
+#include "uring_module.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -98,7 +100,8 @@ class Kernels {
                                         at<float>(lse), at<std::int64_t>(tables), table_stride,
                                         at<std::int32_t>(query_starts), at<std::int32_t>(lengths), sequences, heads,
                                         scale, window};
-        Plan plan(arguments, pool_.threads());
+        const bool bf16s = rows.type == Type::bf16 && q_type == Type::bf16;
+        Plan plan(arguments, bf16s ? table_.bf16_tile_rows : CONVERTED_ROWS, pool_.threads());
         table_.attend(pool_, arguments, plan.view());
     }
 
@@ -156,7 +159,11 @@ NB_MODULE(_native, module) {
     using namespace kvtier;
     const auto no_gil = nb::call_guard<nb::gil_scoped_release>();
 
+    nb::set_leak_warnings(false);  // a ring with I/O stuck in the kernel is left behind on purpose
+
     module.def("supported_isas", &supported_isas, "What this CPU and this build can run, best first.");
+    add_checksums(module);
+    add_uring(module);
 
     nb::enum_<Type>(module, "Type").value("float32", Type::f32).value("bfloat16", Type::bf16).value("float16", Type::f16);
 

@@ -5,7 +5,6 @@
 namespace kvtier {
 namespace {
 
-constexpr int TILE_ROWS = 96;                       // rows of work that repay the conversion of a span's K and V
 constexpr int TASKS_PER_THREAD = 4;                 // enough that threads finish together
 constexpr std::int64_t PARTIAL_FLOATS = 16L << 20;  // 64 MiB; what would need more is not cut over spans
 
@@ -13,14 +12,14 @@ std::int64_t spans(const Tile& tile) { return tile.end_span - tile.first_span; }
 
 }  // namespace
 
-Plan::Plan(const AttendArguments& arguments, int threads) {
-    cut_queries(arguments);
+Plan::Plan(const AttendArguments& arguments, int tile_rows, int threads) {
+    cut_queries(arguments, tile_rows);
     cut_spans(arguments, threads);
 }
 
-void Plan::cut_queries(const AttendArguments& arguments) {
+void Plan::cut_queries(const AttendArguments& arguments, int tile_rows) {
     const int group_heads = arguments.heads / arguments.rows.kv_heads;
-    const int tile_queries = std::max(1, TILE_ROWS / group_heads);
+    const int tile_queries = std::max(1, tile_rows / group_heads);
     for (int sequence = 0; sequence < arguments.sequences; ++sequence) {
         const int end = arguments.query_starts[sequence + 1];
         for (int token = arguments.query_starts[sequence]; token < end; token += tile_queries) {
@@ -44,23 +43,22 @@ void Plan::cut_queries(const AttendArguments& arguments) {
 
 void Plan::cut_spans(const AttendArguments& arguments, int threads) {
     const int group_heads = arguments.heads / arguments.rows.kv_heads;
-    const int row_floats = padded(arguments.rows.dim) + 2;
     const int wanted = threads > 1 ? threads * TASKS_PER_THREAD : 1;
     const int tiles = int(tiles_.size());
-    std::int64_t partial_rows = 0;
+    std::int64_t partials = 0;
     for (int index = 0; index < tiles; ++index) {
         Tile& tile = tiles_[index];
         tile.groups = 1;
-        const std::int64_t rows = spans(tile) * tile.queries * group_heads;
-        if (tiles < wanted && spans(tile) > 1 && (partial_rows + rows) * row_floats <= PARTIAL_FLOATS) {
+        const std::int64_t floats = spans(tile) * partial_floats(tile.queries * group_heads, arguments.rows.dim);
+        if (tiles < wanted && spans(tile) > 1 && partials + floats <= PARTIAL_FLOATS) {
             tile.groups = int(std::min<std::int64_t>(spans(tile), (wanted - 1) / tiles + 1));
             tile.open_groups = tile.groups;
-            tile.partial_row = partial_rows;
-            partial_rows += rows;
+            tile.partial_place = partials;
+            partials += floats;
         }
         for (int group = 0; group < tile.groups; ++group) tasks_.push_back({index, group});
     }
-    if (partial_rows > 0) partials_.reset(new float[std::size_t(partial_rows) * row_floats]);
+    if (partials > 0) partials_.reset(new float[std::size_t(partials)]);
 }
 
 }  // namespace kvtier

@@ -12,11 +12,12 @@ namespace kvtier {
 
 class Plan {
   public:
-    Plan(const AttendArguments& arguments, int threads);
+    // At most `tile_rows` query rows in a tile, unless one query has more.
+    Plan(const AttendArguments& arguments, int tile_rows, int threads);
     AttendTasks view() { return {tiles_.data(), tasks_.data(), int(tasks_.size()), tile_rows_max_, partials_.get()}; }
 
   private:
-    void cut_queries(const AttendArguments& arguments);
+    void cut_queries(const AttendArguments& arguments, int tile_rows);
     void cut_spans(const AttendArguments& arguments, int threads);
 
     std::vector<Tile> tiles_;

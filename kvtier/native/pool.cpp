@@ -22,6 +22,17 @@ inline void pause() {
 #endif
 }
 
+// Waits for a short time; returns whether it is so.
+template <class Ready>
+bool spin_until(const Ready& ready) {
+    const auto deadline = std::chrono::steady_clock::now() + SPIN;
+    while (!ready()) {
+        if (std::chrono::steady_clock::now() >= deadline) return false;
+        for (int i = 0; i < 16; ++i) pause();
+    }
+    return true;
+}
+
 }  // namespace
 
 Pool::Pool(int threads) : owner_(getpid()) {
@@ -80,9 +91,12 @@ void Pool::run(int tasks, std::size_t scratch_floats, TaskBody body, const void*
     }
     take_tasks(caller);
     state_.fetch_and(~OPEN);
-    for (int spins = 0; state_.load(std::memory_order_acquire) & INSIDE; ++spins) {
-        if (spins < 10000) pause();
-        else std::this_thread::yield();
+    const auto alone = [&] { return (state_.load() & INSIDE) == 0; };
+    if (!spin_until(alone)) {
+        std::unique_lock lock(mutex_);
+        caller_sleeps_.store(true);
+        alone_.wait(lock, alone);
+        caller_sleeps_.store(false);
     }
 }
 
@@ -101,18 +115,18 @@ void Pool::work_loop(int worker) {
         last = state >> 32;
         std::fesetenv(&environment_);
         take_tasks(worker);
-        state_.fetch_sub(1, std::memory_order_release);
+        state_.fetch_sub(1);
+        if (caller_sleeps_.load()) {
+            std::lock_guard lock(mutex_);
+            alone_.notify_one();
+        }
     }
 }
 
 // Returns true once there is a job with another number than `last`, false when the pool stops.
 bool Pool::wait_for_job(std::uint64_t last) {
     const auto ready = [&] { return stop_.load() || state_.load() >> 32 != last; };
-    const auto deadline = std::chrono::steady_clock::now() + SPIN;
-    while (!ready() && std::chrono::steady_clock::now() < deadline) {
-        for (int i = 0; i < 16; ++i) pause();
-    }
-    if (!ready()) {
+    if (!spin_until(ready)) {
         std::unique_lock lock(mutex_);
         sleepers_.fetch_add(1);
         wake_.wait(lock, ready);

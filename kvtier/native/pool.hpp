@@ -1,4 +1,4 @@
-// A small thread pool: the calling thread works too, tasks come from one counter, idle workers spin briefly and sleep.
+// A small thread pool: the calling thread works too, tasks come from one counter, who waits spins briefly and sleeps.
 //
 // Owns threads and their scratch memory; knows nothing of kernels. One caller at a time. A forked child must not use
 // the pool (its threads do not exist there): run() throws, and the destructor leaves them alone.
@@ -51,9 +51,11 @@ class Pool {
     std::atomic<std::uint64_t> state_{0};
     std::atomic<int> next_task_{0};
     std::atomic<int> sleepers_{0};
+    std::atomic<bool> caller_sleeps_{false};
     std::atomic<bool> stop_{false};
     std::mutex mutex_;
-    std::condition_variable wake_;
+    std::condition_variable wake_;   // there is a job, or the pool stops
+    std::condition_variable alone_;  // no worker is inside
 };
 
 }  // namespace kvtier

@@ -4,6 +4,7 @@
 #include <immintrin.h>
 
 #include "kernels.hpp"
+#include "watched.hpp"
 
 namespace kvtier {
 namespace {
@@ -39,9 +40,15 @@ struct Simd {
     }
 
     static Floats load(const float* from) { return _mm256_loadu_ps(from); }
-    static Floats load(const float* from, int count) { return _mm256_maskload_ps(from, mask(count)); }
+    static Floats load(const float* from, int count) {
+        reads(from, count);
+        return _mm256_maskload_ps(from, mask(count));
+    }
     static void store(float* to, Floats x) { _mm256_storeu_ps(to, x); }
-    static void store(float* to, Floats x, int count) { _mm256_maskstore_ps(to, mask(count), x); }
+    static void store(float* to, Floats x, int count) {
+        writes(to, count);
+        _mm256_maskstore_ps(to, mask(count), x);
+    }
     template <class T>
     static Floats load(const T* from) {
         return widen(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)), T{});

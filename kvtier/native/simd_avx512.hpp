@@ -4,6 +4,7 @@
 #include <immintrin.h>
 
 #include "kernels.hpp"
+#include "watched.hpp"
 
 namespace kvtier {
 namespace {
@@ -46,15 +47,22 @@ struct Simd {
     }
 
     static Floats load(const float* from) { return _mm512_loadu_ps(from); }
-    static Floats load(const float* from, int count) { return _mm512_maskz_loadu_ps(mask(count), from); }
+    static Floats load(const float* from, int count) {
+        reads(from, count);
+        return _mm512_maskz_loadu_ps(mask(count), from);
+    }
     static void store(float* to, Floats x) { _mm512_storeu_ps(to, x); }
-    static void store(float* to, Floats x, int count) { _mm512_mask_storeu_ps(to, mask(count), x); }
+    static void store(float* to, Floats x, int count) {
+        writes(to, count);
+        _mm512_mask_storeu_ps(to, mask(count), x);
+    }
     template <class T>
     static Floats load(const T* from) {
         return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)), T{});
     }
     template <class T>
     static Floats load(const T* from, int count) {
+        reads(from, count);
         return widen(_mm256_maskz_loadu_epi16(mask(count), from), T{});
     }
     template <class T>
@@ -63,6 +71,7 @@ struct Simd {
     }
     template <class T>
     static void store(T* to, Floats x, int count) {
+        writes(to, count);
         _mm256_mask_storeu_epi16(to, mask(count), narrow(x, T{}));
     }
 
@@ -71,7 +80,7 @@ struct Simd {
         for (int column = 0; column < columns; column += 16) {
             const int count = columns - column < 16 ? columns - column : 16;
             __m512i x[16];
-            for (int i = 0; i < 16; ++i) x[i] = _mm512_maskz_loadu_epi32(mask(count), from[i] + column);
+            for (int i = 0; i < 16; ++i) x[i] = load_words(from[i] + column, count);
             transpose_words(x);
             for (int i = 0; i < count; ++i) _mm512_store_si512(to + (column + i) * stride, x[i]);
         }
@@ -81,7 +90,7 @@ struct Simd {
         for (int column = 0; column < columns; column += 32) {
             const int pairs = (columns - column < 32 ? columns - column : 32) / 2;
             __m512i x[16];
-            for (int i = 0; i < 16; ++i) x[i] = _mm512_maskz_loadu_epi32(mask(pairs), from[i] + column);
+            for (int i = 0; i < 16; ++i) x[i] = load_words(from[i] + column, pairs);
             transpose_words(x);
             for (int i = 0; i < pairs; ++i) store_pair(to + (column + 2 * i) * stride, stride, x[i], T{});
         }
@@ -92,22 +101,33 @@ struct Simd {
         for (int column = 0; column < depth; column += 32) {
             const int pairs = (columns - column < 32 ? columns - column : 32) / 2;
             __m512i x[16];
-            for (int i = 0; i < 16; ++i) x[i] = _mm512_maskz_loadu_epi32(mask(pairs), from[i] + column);
+            for (int i = 0; i < 16; ++i) x[i] = load_words(from[i] + column, pairs);
             transpose_words(x);
             for (int i = 0; i < 16; ++i) _mm512_store_si512(to + (column / 2 + i) * stride, x[i]);
         }
     }
-    // to[i] = the word of a[i], b[i] for 32 or, unless `all`, 16 elements; zeros from `count` on.
-    static void interleave(const bf16* a, const bf16* b, int count, float* to, bool all) {
-        const __m512i x = _mm512_maskz_loadu_epi32(mask(count / 2), a), y = _mm512_maskz_loadu_epi32(mask(count / 2), b);
-        const __m512i low = _mm512_unpacklo_epi16(x, y), high = _mm512_unpackhi_epi16(x, y);
-        const __m512i first = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11);
-        const __m512i second = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
-        _mm512_store_si512(to, _mm512_permutex2var_epi64(low, first, high));
-        if (all) _mm512_store_si512(to + 16, _mm512_permutex2var_epi64(low, second, high));
+    // to[dim][pair] = the word of low[pair][first + dim], high[pair][first + dim], for 16 pairs and 32 dims.
+    static void turn_pairs(const bf16* const* low, const bf16* const* high, int first, float* to) {
+        __m512i x[16], y[16];
+        for (int i = 0; i < 16; ++i) {
+            const __m512i a = _mm512_loadu_si512(low[i] + first), b = _mm512_loadu_si512(high[i] + first);
+            x[i] = _mm512_unpacklo_epi16(a, b);  // dims 0 to 3 of each 8
+            y[i] = _mm512_unpackhi_epi16(a, b);
+        }
+        transpose_words(x);
+        transpose_words(y);
+        for (int i = 0; i < 16; ++i) {
+            float* row = to + (i / 4 * 8 + i % 4) * 16;
+            _mm512_store_si512(row, x[i]);
+            _mm512_store_si512(row + 4 * 16, y[i]);
+        }
     }
 
   private:
+    static __m512i load_words(const void* from, int count) {
+        reads(static_cast<const char*>(from), 4L * count);
+        return _mm512_maskz_loadu_epi32(mask(count), from);
+    }
     static void store_pair(float* to, int stride, __m512i pairs, bf16) {
         _mm512_store_si512(to, _mm512_slli_epi32(pairs, 16));
         _mm512_store_si512(to + stride, _mm512_and_si512(pairs, _mm512_set1_epi32(int(0xffff0000))));

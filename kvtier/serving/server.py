@@ -34,6 +34,8 @@ KILL_AFTER_S = 5
 """A server that is still there so long after its own exit timeout hangs."""
 UNLOAD_S = 30.0
 """A model that is still there so long after its unload began hangs."""
+LET_GO_S = 5.0
+"""A stopping server that has lost all model processes for so long has nothing left to finish."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,7 @@ class TritonServer:
         """What the names of this server's shared memory regions begin with."""
         self.process: subprocess.Popen[bytes] | None = None
         self.stop_requested = threading.Event()
+        self._reloaded = False
         self._folder: Path | None = None
         self._log: IO[bytes] | None = None
 
@@ -156,11 +159,7 @@ class TritonServer:
         if self.process is not None:
             if self.process.poll() is None and not self.stop_requested.is_set():
                 self.process.terminate()
-            try:
-                status = self.process.wait(self.options.exit_timeout_s + KILL_AFTER_S)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                status = self.process.wait()
+            status = self._wait_ended(self.process)
             clean_up(self.prefix)
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -191,6 +190,7 @@ class TritonServer:
         A server that never ends the unload (2.51 does so once a client has cancelled a request that had ended) loses
         the model's processes after `UNLOAD_S`.
         """
+        self._reloaded = True
         try:
             self.control.unload(model, UNLOAD_S)
             deadline = time.monotonic() + UNLOAD_S
@@ -237,6 +237,26 @@ class TritonServer:
             start_new_session=True,
             preexec_fn=end_with_parent(),
         )
+
+    def _wait_ended(self, process: subprocess.Popen[bytes]) -> int:
+        """Wait until a stopping server ends, and kill one that hangs; returns its status.
+
+        A model whose process died amid answers is never let go of by the server (2.51), which would wait for it until
+        its exit timeout. So once a model was reloaded, a server without model processes is ended: status 0.
+        """
+        deadline = time.monotonic() + self.options.exit_timeout_s + KILL_AFTER_S
+        busy_at = time.monotonic()
+        while (now := time.monotonic()) < deadline:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return process.wait(POLL_S)
+            if not self._reloaded or self.model_processes():
+                busy_at = now
+            elif now - busy_at >= LET_GO_S:
+                process.kill()
+                process.wait()
+                return 0
+        process.kill()
+        return process.wait()
 
     def _wait_ready(self) -> int | None:
         """Wait for readiness; the exit status if the server ended instead."""

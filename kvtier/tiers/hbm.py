@@ -7,14 +7,25 @@ read and write them directly. Allocated once at start; called from the engine th
 from __future__ import annotations
 
 import mmap
+from dataclasses import dataclass
 
 from kvtier.block import KVLayout
 from kvtier.errors import ConfigError
 from kvtier.tiers.memory import address_of, advise_huge, check_memory, populate
 
 
+@dataclass(frozen=True, slots=True)
+class HostWindow:
+    """`Window` of passes on the CPU, which reach all memory of the process."""
+
+    address: int
+
+    def close(self) -> None:
+        """See `Window`."""
+
+
 class HbmArena:
-    """`slot_count` rows of a layout in anonymous memory, huge pages where the kernel gives them."""
+    """`Arena` in anonymous memory, huge pages where the kernel gives them."""
 
     def __init__(self, layout: KVLayout, slot_count: int, key: str = "tiers.hbm.bytes") -> None:
         """Raises ConfigError, naming `key`, if that much memory is not free."""
@@ -45,6 +56,14 @@ class HbmArena:
         assert 0 <= slot < self.slot_count and self._view is not None, slot
         row_bytes = self.layout.row_bytes
         return self._view[slot * row_bytes : (slot + 1) * row_bytes]
+
+    def window(self, address: int, length: int) -> HostWindow:
+        """See `Arena`."""
+        assert length > 0
+        return HostWindow(address)
+
+    def ferry(self) -> None:
+        """See `Arena`: shelves reach rows themselves."""
 
     def close(self) -> None:
         """Give the memory back, once the last view of a row is gone too."""

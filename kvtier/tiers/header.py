@@ -10,17 +10,18 @@ import enum
 import struct
 from dataclasses import dataclass
 
-from xxhash import xxh3_64_digest, xxh3_64_intdigest
+from xxhash import xxh3_64_intdigest
 
 from kvtier.block import ALIGNMENT, KVLayout
-from kvtier.record import Record
+from kvtier.record import GENERATION_END, Record
+from kvtier.retention import is_possible
+from kvtier.tiers.checksum import SUM_BYTES, slice_sums
 
 HEADER_BYTES = ALIGNMENT
 MAGIC = b"kvtirow\n"
-HEADER_VERSION = 1
-SUM_BYTES = 8
+HEADER_VERSION = 2
 
-_FIXED = struct.Struct("<8sII32s32s16sIiQQQQQ")
+_FIXED = struct.Struct("<8sII32s32s16sIiQQQQQB7x")
 _SELF_SUM = struct.Struct("<Q")
 _SELF_SUM_OFFSET = HEADER_BYTES - _SELF_SUM.size
 SLICES_MAX = (_SELF_SUM_OFFSET - _FIXED.size) // SUM_BYTES
@@ -55,6 +56,13 @@ class RowFormat:
         """Header and row."""
         return HEADER_BYTES + self.row_bytes
 
+    def read_bytes(self, layers: range | None) -> int:
+        """Bytes of the slices of a run of layers; None: of the row."""
+        if layers is None:
+            return self.row_bytes
+        assert 0 <= layers.start < layers.stop <= self.slice_count and layers.step == 1, layers
+        return len(layers) * self.slice_bytes
+
 
 class Verdict(enum.Enum):
     """What `check_row` found."""
@@ -66,11 +74,6 @@ class Verdict(enum.Enum):
     """A sound header of something else: another block, slot, generation, namespace or geometry."""
     SUMS = "sums"
     """The header is right, the bytes of the row are not."""
-
-
-def slice_sums(row: memoryview, slice_bytes: int) -> bytes:
-    """One xxh3_64 of 8 bytes per slice of `row`, in order."""
-    return b"".join([xxh3_64_digest(row[start : start + slice_bytes]) for start in range(0, row.nbytes, slice_bytes)])
 
 
 def pack_header(target: memoryview, record: Record, form: RowFormat) -> None:
@@ -94,6 +97,7 @@ def pack_header(target: memoryview, record: Record, form: RowFormat) -> None:
         form.row_bytes,
         form.slice_bytes,
         record.expiry_s,
+        record.pinned,
     )
     target[_FIXED.size : _FIXED.size + len(record.sums)] = record.sums
     _SELF_SUM.pack_into(target, _SELF_SUM_OFFSET, xxh3_64_intdigest(target[:_SELF_SUM_OFFSET]))
@@ -107,26 +111,53 @@ def parse_header(source: memoryview) -> tuple[Record, RowFormat] | None:
         return None
     fields = _FIXED.unpack_from(source)
     _, version, slice_count, namespace, block_hash, tenant, depth, priority, slot, generation, *rest = fields
-    row_bytes, slice_bytes, expiry_s = rest
+    row_bytes, slice_bytes, expiry_s, pinned = rest
     if version != HEADER_VERSION or not 0 < slice_count <= SLICES_MAX:
+        return None
+    if generation >= GENERATION_END or not is_possible(priority, expiry_s) or pinned > 1:
         return None
     if slice_bytes == 0 or slice_bytes % ALIGNMENT != 0 or row_bytes != slice_count * slice_bytes:
         return None
     sums = bytes(source[_FIXED.size : _FIXED.size + slice_count * SUM_BYTES])
-    record = Record(block_hash, slot, generation, depth, sums, priority, expiry_s, tenant)
+    record = Record(block_hash, slot, generation, depth, sums, priority, expiry_s, tenant, bool(pinned))
     return record, RowFormat(namespace, row_bytes, slice_bytes)
 
 
-def check_row(header: memoryview, row: memoryview, record: Record, form: RowFormat) -> Verdict:
-    """Judge a row that was read: only GOOD bytes may be used."""
-    parsed = parse_header(header)
-    if parsed is None:
-        return Verdict.HEADER
-    if parsed != (record, form):
-        return Verdict.IDENTITY
-    if slice_sums(row, form.slice_bytes) != record.sums:
+def check_row(header: memoryview, row: memoryview, record: Record, form: RowFormat, sums: bytes = b"") -> Verdict:
+    """Judge a row that was read, by its `sums` if they have been taken: only GOOD bytes may be used.
+
+    The header has the priority, expiry and pin that the row was written with; the record's may have been raised since.
+    """
+    if not _is_header_of(header, record, form):
+        return Verdict.HEADER if parse_header(header) is None else Verdict.IDENTITY
+    if (sums or slice_sums(row, form.slice_bytes)) != record.sums:
         return Verdict.SUMS
     return Verdict.GOOD
+
+
+def check_slices(slices: memoryview, layers: range, record: Record, form: RowFormat, sums: bytes = b"") -> Verdict:
+    """Judge the slices of a run of layers that were read without the row's header, as `check_row`: GOOD or SUMS."""
+    wanted = record.sums[layers.start * SUM_BYTES : layers.stop * SUM_BYTES]
+    return Verdict.GOOD if (sums or slice_sums(slices, form.slice_bytes)) == wanted else Verdict.SUMS
+
+
+def _is_header_of(source: memoryview, record: Record, form: RowFormat) -> bool:
+    """Whether this is a sound header of that row, whatever priority, expiry and pin it names."""
+    if source.nbytes != HEADER_BYTES:
+        return False
+    (self_sum,) = _SELF_SUM.unpack_from(source, _SELF_SUM_OFFSET)
+    fields = _FIXED.unpack_from(source)
+    block_hash, slot, generation, depth, sums, _, _, tenant, _ = record
+    common = (MAGIC, HEADER_VERSION, form.slice_count, form.namespace, block_hash, tenant, depth)
+    return bool(
+        fields[:7] == common
+        and fields[8:12] == (slot, generation, form.row_bytes, form.slice_bytes)
+        and source[_FIXED.size : _FIXED.size + form.slice_count * SUM_BYTES] == sums
+        and generation < GENERATION_END
+        and is_possible(fields[7], fields[12])
+        and fields[13] <= 1
+        and self_sum == xxh3_64_intdigest(source[:_SELF_SUM_OFFSET])
+    )
 
 
 _ZEROS = bytes(HEADER_BYTES)

@@ -1,7 +1,7 @@
 """The bytes of a shelf: one file descriptor cut into slots of header and row.
 
 DRAM is a memfd, allocated at start and mapped so that rows can be used in place; NVMe is one fallocated file, opened
-for direct I/O where the file system can. Owns sizes, offsets and the superblock; knows no hash. Opened by shelves.py.
+for direct I/O where the file system can. Owns sizes and offsets; knows no hash. Opened by shelves.py.
 """
 
 from __future__ import annotations
@@ -14,28 +14,29 @@ import os
 import struct
 from dataclasses import dataclass
 
-from xxhash import xxh3_64_intdigest
-
 from kvtier.block import ALIGNMENT
 from kvtier.errors import ConfigError, ShelfError
-from kvtier.io.base import SystemCalls
+from kvtier.io.base import SystemCalls, uninterrupted
 from kvtier.io.files import check_private, check_sealed, lock_exclusively, seal
 from kvtier.tiers.header import HEADER_BYTES
-from kvtier.tiers.memory import advise_huge, check_memory, populate_by_advice
+from kvtier.tiers.memory import address_of, advise_huge, check_memory, populate_by_advice
+from kvtier.tiers.superblock import (
+    SLAB_VERSION,
+    SUPERBLOCK_BYTES,
+    SlabShape,
+    parse_superblock,
+    read_superblock,
+    write_superblock,
+)
 
 log = logging.getLogger(__name__)
 
 SLAB_NAME = "nvme.slab"
-SUPERBLOCK_BYTES = ALIGNMENT
-SLAB_MAGIC = b"kvtislab"
-SLAB_VERSION = 1
 EPOCH_BYTES = 16
 KEEPER_BYTE = 64
 """The byte that whoever keeps the books locks on a slab; an owner's is that of its number."""
 ALL_OWNERS = (0, KEEPER_BYTE + 1)
 """(start, length) of the bytes of every owner and the keeper's: held by an engine that shares with nobody."""
-
-_SUPERBLOCK = struct.Struct("<8sI4x16sQQ")
 
 
 @dataclass(eq=False, slots=True)
@@ -66,6 +67,15 @@ class Slab:
         assert self.mapping is not None, "rows of NVMe cannot be viewed in place"
         start = self.offset(slot) + HEADER_BYTES
         return memoryview(self.mapping)[start : start + self.slot_bytes - HEADER_BYTES]
+
+    def address(self, slot: int) -> int:
+        """Where a DRAM slot's row begins in this process; valid while the mapping lives."""
+        assert self.mapping is not None, "rows of NVMe have no address"
+        return address_of(self.mapping) + self.offset(slot) + HEADER_BYTES
+
+    def is_whole(self) -> bool:
+        """Whether the file is as long as it was made."""
+        return os.fstat(self.descriptor).st_size >= self.total_bytes
 
     def close(self) -> None:
         """Close the descriptor; a mapping goes with its last view. No I/O may use either any more."""
@@ -103,7 +113,7 @@ def join_nvme_slab(folder: int, slot_bytes: int, slot_count: int, epoch: bytes) 
         plain = os.open(SLAB_NAME, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
         try:
             check_private(plain, SLAB_NAME)
-            if _read_superblock(plain, slot_bytes)[0] != epoch:
+            if read_superblock(plain, slot_bytes)[0] != epoch:
                 raise ShelfError("NVMe slab was replaced")
             descriptor, direct = _reopen_direct(folder, plain)
         finally:
@@ -111,6 +121,19 @@ def join_nvme_slab(folder: int, slot_bytes: int, slot_count: int, epoch: bytes) 
     except OSError as error:
         raise ShelfError(f"NVMe slab cannot be opened: {error.strerror}") from None
     return Slab(descriptor, SUPERBLOCK_BYTES, slot_bytes, slot_count, epoch, direct)
+
+
+def nvme_identity(folder: int, slot_bytes: int) -> tuple[bytes, int] | None:
+    """(epoch, slots) of the slab file in the folder; None if there is none of this geometry. OSError as it comes."""
+    try:
+        descriptor = os.open(SLAB_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+    except FileNotFoundError:
+        return None
+    try:
+        epoch, slot_count = read_superblock(descriptor, slot_bytes)
+    finally:
+        os.close(descriptor)
+    return None if epoch is None else (epoch, slot_count)
 
 
 def open_nvme_slab(
@@ -132,17 +155,18 @@ def open_nvme_slab(
         descriptor = os.open(SLAB_NAME, flags, 0o600, dir_fd=folder)
         check_private(descriptor, SLAB_NAME)
         _lock(descriptor, end, lock)
-        epoch, old_count = _read_superblock(descriptor, slot_bytes)
+        epoch, old_count = read_superblock(descriptor, slot_bytes)
         fresh = epoch is None
         slab = Slab(descriptor, SUPERBLOCK_BYTES, slot_bytes, slot_count, epoch or os.urandom(EPOCH_BYTES))
         if not fresh and old_count != slot_count:
             log.warning("NVMe slab resized from %d to %d slots", old_count, slot_count)
         _resize(slab, folder, fresh, calls)
-        _write_superblock(slab, calls)
+        write_superblock(descriptor, SlabShape(slab.epoch, slot_bytes, slot_count), calls)
         slab.descriptor, slab.direct = _reopen_direct(folder, descriptor)
         os.close(descriptor)
+        descriptor = slab.descriptor
+        _lock(descriptor, end, lock)
         descriptor = -1
-        _lock(slab.descriptor, end, lock)
         return slab, fresh
     except OSError as error:
         raise ShelfError(f"NVMe slab cannot be opened: {error.strerror}") from None
@@ -155,6 +179,36 @@ def _lock(descriptor: int, end: float, lock: tuple[int, int]) -> None:
     """A lock on the descriptor that does the I/O outlives its process until the last write has landed."""
     if not lock_exclusively(descriptor, end, *lock):
         raise ShelfError("NVMe slab: writes of an engine that is gone are still under way")
+
+
+def find_nvme_slab(folder: int) -> Slab:
+    """The slab file in the folder to look at, whatever its geometry: not locked, not changed, buffered.
+
+    ShelfError if it is not there or not of this version; what its superblock says is bounded by the file's length.
+    """
+    try:
+        descriptor = os.open(SLAB_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+    except OSError as error:
+        raise ShelfError(f"{SLAB_NAME} cannot be opened: {error.strerror}") from None
+    try:
+        check_private(descriptor, SLAB_NAME)
+        found = parse_superblock(os.pread(descriptor, SUPERBLOCK_BYTES, 0))
+        if found is None:
+            raise ShelfError(f"{SLAB_NAME} has a damaged superblock; the next engine makes it anew")
+        version, shape = found
+        if version != SLAB_VERSION:
+            raise ShelfError(f"{SLAB_NAME} is of version {version}, this is {SLAB_VERSION}")
+        row_bytes = shape.slot_bytes - HEADER_BYTES
+        room_bytes = os.fstat(descriptor).st_size - SUPERBLOCK_BYTES
+        if row_bytes <= 0 or row_bytes % ALIGNMENT or not 0 < shape.slot_count * shape.slot_bytes <= room_bytes:
+            raise ShelfError(f"{SLAB_NAME} is shorter than its superblock says; the next engine makes it whole")
+    except OSError as error:
+        os.close(descriptor)
+        raise ShelfError(f"{SLAB_NAME} cannot be read: {error.strerror}") from None
+    except ShelfError:
+        os.close(descriptor)
+        raise
+    return Slab(descriptor, SUPERBLOCK_BYTES, shape.slot_bytes, shape.slot_count, shape.epoch)
 
 
 def direct_io_alignment(descriptor: int) -> int | None:
@@ -170,30 +224,6 @@ def direct_io_alignment(descriptor: int) -> int | None:
     return 0 if memory == 0 or offset == 0 else max(memory, offset)
 
 
-def _read_superblock(descriptor: int, slot_bytes: int) -> tuple[bytes | None, int]:
-    """(epoch, slots) of a slab of this geometry and version; (None, 0) if it is none, with a log line if it was one."""
-    page = os.pread(descriptor, SUPERBLOCK_BYTES, 0)
-    if not page.strip(b"\0"):
-        return None, 0
-    body, sum_ = page[: _SUPERBLOCK.size], page[_SUPERBLOCK.size : _SUPERBLOCK.size + 8]
-    if len(sum_) == 8 and int.from_bytes(sum_, "little") == xxh3_64_intdigest(body):
-        magic, version, epoch, found_bytes, found_count = _SUPERBLOCK.unpack(body)
-        if magic == SLAB_MAGIC and version == SLAB_VERSION and found_bytes == slot_bytes:
-            return epoch, found_count
-        log.warning("NVMe slab of version %d with slots of %d bytes is made anew", version, found_bytes)
-    else:
-        log.warning("NVMe slab with a damaged superblock is made anew")
-    return None, 0
-
-
-def _write_superblock(slab: Slab, calls: SystemCalls) -> None:
-    body = _SUPERBLOCK.pack(SLAB_MAGIC, SLAB_VERSION, slab.epoch, slab.slot_bytes, slab.slot_count)
-    page = (body + xxh3_64_intdigest(body).to_bytes(8, "little")).ljust(SUPERBLOCK_BYTES, b"\0")
-    if calls.pwritev(slab.descriptor, [memoryview(page)], 0) != SUPERBLOCK_BYTES:
-        raise ShelfError("NVMe slab: the superblock was written short; the disk is full")
-    calls.fdatasync(slab.descriptor)
-
-
 def _resize(slab: Slab, folder: int, fresh: bool, calls: SystemCalls) -> None:
     """Give the file its bytes, all of them allocated; on failure it is as before, or gone if it was new."""
     before = os.fstat(slab.descriptor)
@@ -207,7 +237,7 @@ def _resize(slab: Slab, folder: int, fresh: bool, calls: SystemCalls) -> None:
     error = None
     if needed_bytes <= free_bytes:
         try:
-            calls.fallocate(slab.descriptor, 0, slab.total_bytes)
+            uninterrupted(calls.fallocate, slab.descriptor, 0, slab.total_bytes)
         except OSError as failure:
             error = failure
     if needed_bytes > free_bytes or error is not None:

@@ -58,17 +58,17 @@ class EngineDecode:
     """A batch of prompts whose prefix an engine holds in HBM."""
 
     def __init__(self, engine: Engine, prompts: list[list[int]], advance: Advance) -> None:
-        """Compute the prefix, one prompt after the other; `advance(tokens)` follows it. Prompts are of one length."""
+        """Compute each prefix once, one after the other; `advance(tokens)` follows it. Prompts are of one length."""
         self._engine = engine
         self._prefixes = [prompt[:-1] for prompt in prompts]
-        for prefix in self._prefixes:
+        for prefix in {tuple(prefix): prefix for prefix in self._prefixes}.values():
             engine.generate([prefix], _greedy(1))
             advance(len(prefix))
 
     def run(self, last_tokens: list[int], token_count: int) -> tuple[float, list[list[int]]]:
         """Decode after the given last prompt tokens: tokens a second, and the tokens. Waits for the writes after it."""
         params = _greedy(token_count)
-        collectors = [_Collector() for _ in last_tokens]
+        collectors = [Collector() for _ in last_tokens]
         for prefix, token, collector in zip(self._prefixes, last_tokens, collectors, strict=True):
             self._engine.submit(Request([*prefix, token], params), collector.take)
         tokens = [collector.wait() for collector in collectors]
@@ -76,23 +76,34 @@ class EngineDecode:
         return decode_rate([collector.arrivals for collector in collectors]), tokens
 
 
-class _Collector:
+class Collector:
     """The sink of one request: when its tokens came, and which."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: Callable[[], None] = lambda: None) -> None:
+        """`first` is called with the first token."""
         self.arrivals: list[Arrival] = []
+        self._first = first
         self._tokens: list[int] = []
         self._error: Exception | None = None
         self._done = threading.Event()
 
+    @property
+    def done(self) -> bool:
+        """The last event has come."""
+        return self._done.is_set()
+
     def take(self, event: TokenEvent) -> None:
+        """An event, on a sender's thread."""
         self.arrivals.append((time.perf_counter(), len(event.token_ids)))
+        if len(self.arrivals) == 1:
+            self._first()
         self._tokens.extend(event.token_ids)
         if event.finish_reason is not None:
             self._error = event.error
             self._done.set()
 
     def wait(self) -> list[int]:
+        """All tokens, once the last one has come. Raises the request's error."""
         self._done.wait()
         if self._error is not None:
             raise self._error

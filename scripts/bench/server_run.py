@@ -55,7 +55,7 @@ def measure_ttft(
     prompts = workload.prompts(settings.ttft_samples + 4, settings.prefix_tokens)
     samples: dict[str, list[float]] = defaultdict(list)
     proof: dict[str, dict[str, int]] = {}
-    hbm_rows = rows + IoConfig().readers  # those that no sequence may count on
+    hbm_rows = rows + IoConfig().readers + rows // 31  # those that no sequence may count on
     with serve(workload, root, (hbm_rows, 3 * rows, (len(prompts) + 1) * rows), folder) as client:
         _stream(client, workload.prompts(1, settings.prefix_tokens)[0], 1)
         for _ in range(2):

@@ -81,8 +81,8 @@ class Workload:
         """HBM that holds the largest case and the TTFT prompt, and the blocks that no sequence may count on."""
         settings = self.settings
         needs = [self.kv_bytes(batch, context + settings.output_tokens) for batch, context in settings.cases]
-        spare_bytes = (IoConfig().readers + IoConfig().writers) * self.layout.row_bytes
-        return max(*needs, self.kv_bytes(1, settings.prefix_tokens)) + spare_bytes
+        needed_bytes = max(*needs, self.kv_bytes(1, settings.prefix_tokens))
+        return needed_bytes * 16 // 15 + (IoConfig().readers + IoConfig().writers) * self.layout.row_bytes
 
     def tier_overrides(self, hbm: int, dram: int, nvme: int, folder: Path) -> dict[str, object]:
         """Keys of engine.yaml for an engine with so many bytes in each tier."""
@@ -97,6 +97,7 @@ class Workload:
             "tiers.nvme.bytes": nvme,
             "sharing": False,
             "tiers.nvme.path": folder,
+            "tiers.load": "always",
         }
 
 

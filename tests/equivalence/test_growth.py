@@ -33,9 +33,11 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
         "threads": 1,
         "tiers.hbm.bytes": 40 * LAYOUT.row_bytes,
         "tiers.dram.bytes": 60 * SLOT_BYTES,
+        "tiers.dram.staging_bytes": 0,
         "tiers.nvme.bytes": "3MiB",
         "sharing": False,
         "tiers.nvme.path": tmp_path / "cache",
+        "tiers.load": "always",
     }
     with Engine(EngineConfig.load(None, values)) as engine:
         yield engine
@@ -85,7 +87,7 @@ def assert_nothing_left(engine: Engine) -> None:
     assert not demoter._onward and not demoter._drains
     assert not demoter._writes and not any(demoter._wishes.values()) and not any(demoter._writing.values())
     for shelf in store._shelves.values():
-        assert shelf.in_flight == 0 and not shelf._writing
+        assert shelf.in_flight == 0 and not shelf._writes
         shelf.check()
     assert store.available_count == store.slot_count
     store.check(Counter())

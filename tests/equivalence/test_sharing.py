@@ -19,6 +19,7 @@ import pytest
 
 from kvtier import Engine, EngineConfig, SamplingParams
 from kvtier.block import KVLayout
+from tests.engines import keepers
 from tests.tiny import make_checkpoint
 
 ROOT = Path(__file__).parent.parent.parent
@@ -38,8 +39,10 @@ def config(model: Path, cache: Path | None) -> EngineConfig:
         "threads": 1,
         "tiers.hbm.bytes": 16 * LAYOUT.row_bytes,
         "tiers.dram.bytes": 24 * SLOT_BYTES if cache else 0,
+        "tiers.dram.staging_bytes": 0,
         "tiers.nvme.bytes": "4MiB" if cache else 0,
         "tiers.nvme.path": cache,
+        "tiers.load": "always",
         "tiers.linger_s": 0.5,
     }
     return EngineConfig.load(None, values)
@@ -156,20 +159,6 @@ def test_an_engine_that_is_killed_leaves_its_work_to_the_others(
     (first, _), _ = c.ask("generate", fresh), c.ask("settle")
     answer, origin = b.ask("generate", fresh)
     assert answer == first and origin["dram"] == 6 * BLOCK, "both are with the new keeper"
-
-
-def keepers(cache: Path) -> list[int]:
-    """Processes of the keeper of a cache directory."""
-    found = []
-    for process in Path("/proc").iterdir():
-        if process.name.isdigit():
-            try:
-                command = (process / "cmdline").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            if b"kvtier.keeper" in command and str(cache).encode() in command:
-                found.append(int(process.name))
-    return found
 
 
 if __name__ == "__main__":

@@ -61,9 +61,12 @@ def config(
             "block_tokens": BLOCK_TOKENS,
             "tiers.hbm.bytes": hbm_blocks * LAYOUT.row_bytes,
             "tiers.dram.bytes": dram_blocks * SLOT_BYTES,
+            "tiers.dram.staging_bytes": 0,
             "tiers.nvme.bytes": "4MiB" if cache else 0,
+            "tiers.pin_share": 0.1,  # what is pinned in DRAM does not come from NVMe
             "sharing": False,
             "tiers.nvme.path": cache,
+            "tiers.load": "always",
             "tiers.nvme.policy": variant.policy.value,
             "eviction": variant.eviction,
             "attention": variant.attention,

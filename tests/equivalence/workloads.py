@@ -9,12 +9,15 @@ from __future__ import annotations
 import random
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from kvtier import Engine, EngineConfig, Request, SamplingParams
+from kvtier.device import Device
+from kvtier.engine import RequestOptions
 from kvtier.request import TokenEvent
+from kvtier.runner import RestingPass
 from kvtier.sequence import ScheduledSequence
 
 Key = tuple[int, int]
@@ -28,6 +31,8 @@ class Ask:
     prompt: list[int]
     params: SamplingParams
     cancel_after: int | None = None
+    cache: RequestOptions = field(default_factory=RequestOptions)
+    """What becomes of its blocks."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,7 @@ class Round:
 
 def make_workload(seed: int, block_tokens: int, vocab: int, longest: int, outputs: int = 12) -> list[Round]:
     """Rounds: fresh, a crowd whose answers outgrow a small HBM, then prefixes again from HBM, DRAM and NVMe."""
-    rng = random.Random(seed)
+    rng, wishes = random.Random(seed), random.Random(f"wishes {seed}")
 
     def tokens(count: int) -> list[int]:
         return [rng.randrange(3, vocab) for _ in range(count)]
@@ -72,11 +77,14 @@ def make_workload(seed: int, block_tokens: int, vocab: int, longest: int, output
             repetition_penalty=1.2 if rng.random() < 0.2 else None,
             ignore_eos=True,
         )
-        return Ask(made, params, rng.randrange(1, 4) if rng.random() < 0.15 else None)
+        return Ask(made, params, rng.randrange(1, 4) if rng.random() < 0.15 else None, make_wishes(wishes, 3600))
 
     fresh = tuple(ask(prompt()) for _ in range(rng.randrange(3, 6)))
     sure = [Ask(prefix + tokens(1), SamplingParams(max_tokens=2, temperature=0.0)) for prefix in prefixes]
-    crowd = [Ask(tokens(rng.randrange(1, 20)), SamplingParams(max_tokens=40, ignore_eos=True)) for _ in range(4)]
+    crowd = [
+        Ask(tokens(rng.randrange(1, 20)), SamplingParams(max_tokens=40, ignore_eos=True), None, make_wishes(wishes, 1))
+        for _ in range(4)
+    ]
     rounds = [Round((), (*fresh, *sure)), Round((), tuple(crowd))]
     for evict in (("hbm",), (), ("hbm", "dram")):
         again = tuple(ask(prompt()) for _ in range(rng.randrange(1, 4)))
@@ -84,15 +92,35 @@ def make_workload(seed: int, block_tokens: int, vocab: int, longest: int, output
     return rounds
 
 
+def make_wishes(chance: random.Random, ttl_s: int) -> RequestOptions:
+    """What a request wants to become of its blocks; half of them want nothing."""
+    options = RequestOptions()
+    if chance.random() < 0.5:
+        return options
+    options["cache_tenant"] = chance.choice(["", "one", "two"])
+    options["cache_read"] = chance.random() < 0.7
+    options["cache_write"] = chance.random() < 0.7
+    if options["cache_write"]:
+        options["cache_priority"] = chance.choice([-100, -1, 0, 1, 100])
+        options["cache_ttl_s"] = chance.choice([None, ttl_s])
+        options["cache_pin"] = chance.random() < 0.3
+    return options
+
+
 class Recorder:
     """Keeps each logits row that a runner samples from, by request and output index."""
 
     def __init__(self, engine: Engine) -> None:
         self.rows: dict[Key, torch.Tensor] = {}
-        inner = engine._runner.logits
+        inner, end = engine._runner.logits, engine._runner.end_logits
 
         def logits(parts: list[ScheduledSequence]) -> torch.Tensor:
-            values = inner(parts)
+            return record(parts, inner(parts))
+
+        def end_logits(resting: RestingPass) -> torch.Tensor:
+            return record([resting.part], end(resting))
+
+        def record(parts: list[ScheduledSequence], values: torch.Tensor) -> torch.Tensor:
             sampling = [part.sequence for part in parts if part.samples]
             for sequence, row in zip(sampling, values, strict=True):
                 key = (sequence.number, sequence.output_count)
@@ -101,6 +129,7 @@ class Recorder:
             return values
 
         engine._runner.logits = logits  # type: ignore[method-assign]
+        engine._runner.end_logits = end_logits  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)
@@ -114,9 +143,9 @@ class Outcome:
     stats: dict[str, int]
 
 
-def run_workload(config: EngineConfig, rounds: list[Round]) -> Outcome:
-    """Run all rounds on a fresh engine, checking its books after every step."""
-    with Engine(config) as engine:
+def run_workload(config: EngineConfig, rounds: list[Round], device: Device | None = None) -> Outcome:
+    """Run all rounds on a fresh engine (on `device` if there is one), checking its books after every step."""
+    with Engine(config, device=device) as engine:
         recorder = Recorder(engine)
         check_each_step(engine)
         tokens: list[list[int]] = []
@@ -134,6 +163,7 @@ def run_workload(config: EngineConfig, rounds: list[Round]) -> Outcome:
                     cancelled.add(len(tokens))
                 else:
                     assert sum(event.usage.origin.as_dict().values()) == len(collector.ask.prompt)
+                    assert collector.ask.cache.get("cache_read", True) or event.usage.reused_blocks == 0
                     for name, count in event.usage.origin.as_dict().items():
                         origin[name] += count
                 tokens.append(collector.token_ids)
@@ -153,7 +183,7 @@ class Collector:
         self._events = 0
         self.submitted_at = time.monotonic()
         self.ended_at = self.submitted_at
-        self._handle = engine.submit(Request(ask.prompt, ask.params), self._take)
+        self._handle = engine.submit(Request(ask.prompt, ask.params, **ask.cache), self._take)
         self._ready.set()
 
     def _take(self, event: TokenEvent) -> None:

@@ -10,6 +10,11 @@ import pytest
 from kvtier.eviction import POLICIES, BlockUse, EvictionPolicy, EvictionQueue
 from tests.rows import block_hashes
 
+CHAINS = [block_hashes(6, chain) for chain in range(8)]
+OWNERS = (None, b"a", b"b")
+OWNER_OF = {block_hash: OWNERS[number % 3] for number, chain in enumerate(CHAINS) for block_hash in chain}
+OWNER_CAPACITY = 5
+
 
 @dataclass
 class Oracle:
@@ -38,10 +43,11 @@ class Oracle:
 
     def note(self, chain: list[bytes], now: float, uses: int) -> None:
         self.now = max(self.now, now)
-        most = 0
+        most, highest = 0, -1000
         for block_hash in reversed(chain):
             if block_hash in self.uses:
                 use = self.uses[block_hash]
+                use.priority = highest = max(use.priority, highest)
                 most = max(most, use.uses + uses)
                 if most > use.uses:
                     self.count(use, most, now if uses else use.last_use)
@@ -61,15 +67,19 @@ class Oracle:
         if self.policy.ghost_share:
             self.ghosts[self.place(block_hash)] = (block_hash, use.last_use, use.uses)
 
-    def key(self, block_hash: bytes) -> tuple[float, ...]:
+    def candidates(self, owner: bytes | None) -> set[bytes]:
+        return {one for one in self.idle if owner is None or OWNER_OF[one] == owner}
+
+    def key(self, block_hash: bytes, owner: bytes | None = None) -> tuple[float, ...]:
         use = self.uses[block_hash]
-        peers = [self.uses[other] for other in self.idle]
+        peers = [self.uses[other] for other in self.candidates(owner)]
         members = sum((other.priority, other.group) == (use.priority, use.group) for other in peers)
-        value = self.policy.value(use.group, max(self.now - use.last_use, 0.0), members / self.capacity)
+        share = members / (self.capacity if owner is None else OWNER_CAPACITY)
+        value = self.policy.value(use.group, max(self.now - use.last_use, 0.0), share)
         return (use.priority, value, use.last_use, -use.depth)
 
-    def coldest(self) -> tuple[float, ...] | None:
-        return min((self.key(block_hash) for block_hash in self.idle), default=None)
+    def coldest(self, owner: bytes | None) -> tuple[float, ...] | None:
+        return min((self.key(block_hash, owner) for block_hash in self.candidates(owner)), default=None)
 
 
 class Machine:
@@ -78,16 +88,16 @@ class Machine:
     def __init__(self, name: str, seed: int) -> None:
         self.chance = random.Random(seed)
         self.capacity = self.chance.randint(4, 24)
-        self.queue = EvictionQueue(POLICIES[name], self.capacity)
+        self.queue = EvictionQueue(POLICIES[name], self.capacity, OWNER_CAPACITY)
         self.oracle = Oracle(POLICIES[name](self.capacity), self.capacity)
-        self.chains = [block_hashes(6, chain) for chain in range(8)]
+        self.chains = CHAINS
         self.now = 0.0
-        self.evicted = self.returned = 0
+        self.evicted = self.returned = self.evicted_for_owners = 0
 
     def step(self) -> None:
         self.now += self.chance.choice([0.0, 0.0, 0.1, 3.0, 40.0])
         self.chance.choice(
-            [self.insert, self.insert, self.use, self.use, self.hold, self.let_go, self.pop, self.drop]
+            [self.insert, self.insert, self.use, self.use, self.hold, self.let_go, self.pop, self.drop, self.prefer]
         )()
         assert len(self.queue) == len(self.oracle.idle)
         self.queue.check()
@@ -104,7 +114,7 @@ class Machine:
             if len(self.oracle.uses) < self.capacity:
                 self.returned += self.oracle.ghosts.get(self.oracle.place(block_hash), (b"",))[0] == block_hash
                 priority = int(self.chance.random() < 0.1)
-                self.queue.insert(block_hash, depth, self.now, priority)
+                self.queue.insert(block_hash, depth, self.now, priority, OWNER_OF[block_hash])
                 self.oracle.insert(block_hash, depth, self.now, priority)
                 self.queue.set_idle([block_hash])
                 self.oracle.idle.add(block_hash)
@@ -131,6 +141,13 @@ class Machine:
         self.queue.set_idle(here)
         self.oracle.idle |= set(here)
 
+    def prefer(self) -> None:
+        for block_hash in self.chain():
+            if block_hash in self.oracle.uses and self.chance.random() < 0.1:
+                priority = self.chance.randrange(-1, 3)
+                self.queue.prioritize(block_hash, priority)
+                self.oracle.uses[block_hash].priority = priority
+
     def drop(self) -> None:
         if self.oracle.uses and self.chance.random() < 0.3:
             block_hash = self.chance.choice(sorted(self.oracle.uses))
@@ -139,24 +156,28 @@ class Machine:
 
     def pop(self) -> None:
         count = self.chance.choice([0, 1, 1, 2, 5])
+        owner = self.chance.choice([None, None, b"a", b"b"])
         foreseen = self.queue.coldest(count)
-        gone = self.queue.pop(count)
-        assert gone == foreseen and len(gone) == min(count, len(self.oracle.idle))
+        gone = self.queue.pop(count, owner)
+        assert len(gone) == min(count, len(self.oracle.candidates(owner)))
+        assert owner is not None or gone == foreseen
         for block_hash in gone:
-            assert block_hash in self.oracle.idle, "evicted what was in use"
-            assert self.oracle.key(block_hash) == self.oracle.coldest(), "not the coldest"
+            assert block_hash in self.oracle.candidates(owner), "evicted what was in use, or another's"
+            assert self.oracle.key(block_hash, owner) == self.oracle.coldest(owner), "not the coldest"
             self.oracle.remove(block_hash)
         self.evicted += len(gone)
+        self.evicted_for_owners += len(gone) if owner is not None else 0
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
 def test_the_queue_agrees_with_the_oracle_whatever_happens(name: str) -> None:
-    evicted = returned = 0
+    evicted = returned = evicted_for_owners = 0
     for seed in range(12):
         machine = Machine(name, seed)
         for _ in range(700):
             machine.step()
         evicted += machine.evicted
         returned += machine.returned
-    assert evicted > 1000, "the runs must evict, or they prove nothing"
+        evicted_for_owners += machine.evicted_for_owners
+    assert evicted > 1000 and evicted_for_owners > 300, "the runs must evict, or they prove nothing"
     assert (returned > 300) == (POLICIES[name](1).ghost_share > 0), "and meet ghosts again"

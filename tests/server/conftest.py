@@ -6,10 +6,13 @@
 from __future__ import annotations
 
 import json
+import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,6 +55,7 @@ def tiny_overrides(checkpoint: Path, cache: Path, hbm: str = TINY_HBM) -> dict[s
         "tiers.dram.bytes": "16MiB",
         "tiers.nvme.bytes": "16MiB",
         "tiers.nvme.path": str(cache),
+        "tiers.load": "always",
         "sharing": "false",
     }
 
@@ -95,7 +99,7 @@ def smollm2(start_server: StartServer, tmp_path_factory: pytest.TempPathFactory)
     if not (ROOT / ".cache" / "models" / "smollm2" / "config.json").exists():
         pytest.skip("no SmolLM2 checkpoint: run scripts/fetch_model.py")
     cache = tmp_path_factory.mktemp("smollm2-cache")
-    return start_server({"tiers.hbm.bytes": "256MiB", "tiers.nvme.path": str(cache)})
+    return start_server({"tiers.hbm.bytes": "256MiB", "tiers.nvme.path": str(cache), "tiers.load": "always"})
 
 
 @pytest.fixture(scope="session")
@@ -133,3 +137,43 @@ def total(series: dict[str, float], **labels: str) -> float:
     """Sum of the series that have all these labels."""
     wanted = [f'{name}="{value}"' for name, value in labels.items()]
     return sum(value for text, value in series.items() if all(label in text for label in wanted))
+
+
+def handed_over(server: TritonServer) -> int:
+    """Requests that `execute` has returned from: they are with the engine, have ended, or were refused."""
+    return int(statistics(server)["inference_stats"]["compute_infer"]["count"])
+
+
+def lists_handed_over(server: TritonServer) -> Counter[int]:
+    """How many lists of each length those came in."""
+    return Counter({one["batch_size"]: one["compute_infer"]["count"] for one in statistics(server)["batch_stats"]})
+
+
+def statistics(server: TritonServer) -> dict[str, Any]:
+    """What the server itself counts of the model."""
+    _, body = server.control._call("GET", f"/v2/models/{MODEL}/stats")
+    [found] = json.loads(body)["model_stats"]
+    return dict(found)
+
+
+def wait(condition: Callable[[], bool], timeout_s: float = 120) -> None:
+    """For what is sure to come, but nobody knows when: metrics are published twice a second if the machine allows."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it never comes to that"
+        time.sleep(0.05)
+
+
+def settled(server: TritonServer, handed: int = 0) -> dict[str, dict[str, float]]:
+    """The metrics once they tell of the end of every request that `execute` got; of so many at least."""
+
+    def all_is_told() -> bool:
+        values = metrics(server)
+        ended = total(values["kvtier_requests_total"]) + total(
+            values["kvtier_request_failures_total"], reason="invalid"
+        )
+        left = total(values["kvtier_running_requests"]) + total(values["kvtier_queued_requests"])
+        return left == 0 and ended == handed_over(server) >= handed
+
+    wait(all_is_told)
+    return metrics(server)  # again: a page of metrics is not of one moment

@@ -38,11 +38,6 @@ CASES: dict[str, tuple[dict[str, object], list[str]]] = {
         {"input_ids": [5] * (TINY_CONTEXT + 1)},
         [str(TINY_CONTEXT + 1), str(TINY_CONTEXT)],
     ),
-    "prompt longer than HBM": ({"input_ids": [5] * (TINY_CONTEXT - 10)}, [str(TINY_CONTEXT - 10), "tiers.hbm.bytes"]),
-    "prompt and answer longer than HBM": (
-        {"input_ids": [5] * 1000, "max_tokens": 1000},
-        ["max_tokens", "1000 prompt tokens", "tiers.hbm.bytes"],
-    ),
     "text longer than any context": (
         {"text_input": "x" * (TINY_CONTEXT * 13 + 1)},
         ["text_input", str(TINY_CONTEXT * 13), str(TINY_CONTEXT * 13 + 1)],
@@ -56,6 +51,11 @@ CASES: dict[str, tuple[dict[str, object], list[str]]] = {
     "too many stops": ({**TEXT, "stop": [f"s{number}" for number in range(17)]}, ["stop", "16", "17"]),
     "tiny repetition penalty": (sampling(repetition_penalty=1e-300), ["repetition_penalty", "1e-300"]),
     "salt too long": ({**TEXT, "cache_salt": "x" * 300}, ["cache_salt", "256", "300"]),
+    "a pin of nothing": (
+        {**TEXT, "cache_pin": True, "cache_write": False},
+        ["cache_pin", "got True with cache_write false", "leave one of them out"],
+    ),
+    "no seconds to live": ({**TEXT, "cache_ttl_s": 0}, ["cache_ttl_s", "from 1 to 31536000", "got 0", "leave it out"]),
 }
 
 
@@ -80,12 +80,22 @@ def test_it_is_refused_with_field_limit_and_value(client: Client, inputs: dict[s
 def test_a_tensor_of_another_type_is_refused_by_the_server_itself(
     client: Client, inputs: dict[str, object], text: str
 ) -> None:
-    with pytest.raises(ServerError, match=text):
+    with pytest.raises(ServerError, match=text) as caught:
         list(client.infer(inputs, timeout_s=30))
+    assert caught.value.status == "UNKNOWN"
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("max_tokens", 0), ("no_such_key", 1), ("min_p", "hot"), ("priority", 4), ("priority", 10**6)]
+    ("key", "value"),
+    [
+        ("max_tokens", 0),
+        ("no_such_key", 1),
+        ("min_p", "hot"),
+        ("priority", 4),
+        ("priority", 10**6),
+        ("cache_ttl_s", 0),
+        ("cache_priority", 101),
+    ],
 )
 def test_http_answers_400(tiny: TritonServer, key: str, value: object) -> None:
     status, text = post(tiny, "generate", {**TEXT, key: value})

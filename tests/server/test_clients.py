@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import MODEL, StartServer, metrics, post, tiny_overrides, total
+from conftest import MODEL, StartServer, post, tiny_overrides
 
 from kvtier.client import Client, Response, ServerError
 from kvtier.serving import TritonServer
@@ -106,14 +106,98 @@ def test_generate_works_with_both(tiny: TritonServer, vllm: TritonServer) -> Non
     assert texts[0] == texts[1]
 
 
-def test_a_priority_level_is_accepted_over_both_protocols(tiny: TritonServer) -> None:
-    before = total(metrics(tiny)["kvtier_request_failures_total"])
-    with Client(tiny.grpc_url, MODEL) as client:
+@pytest.mark.parametrize("contract", ["tiny", "vllm"])
+def test_a_priority_level_is_accepted_over_both_protocols(contract: str, request: pytest.FixtureRequest) -> None:
+    server: TritonServer = request.getfixturevalue(contract)
+    with Client(server.grpc_url, MODEL) as client:
         assert list(client.infer({"text_input": "the sea", "max_tokens": 2}, priority=1, timeout_s=30))
-    assert post(tiny, "generate", {"text_input": "the sea", "max_tokens": 2, "priority": 3})[0] == 200
-    assert total(metrics(tiny)["kvtier_request_failures_total"]) == before
+    assert post(server, "generate", {"text_input": "the sea", "max_tokens": 2, "priority": 3})[0] == 200
+
+
+KEPT = {
+    "cache_salt": "of this test",
+    "cache_tenant": "somebody",
+    "cache_priority": 7,
+    "cache_ttl_s": 3600,
+    "cache_pin": True,
+    "cache_read": True,
+    "cache_write": True,
+}
+"""Every input that says what becomes of the blocks."""
+REMEMBERED = {"text_input": "a prompt that is worth keeping " * 8, "max_tokens": 1}
+
+
+def by_inputs(server: TritonServer, **cache: object) -> int:
+    return int(answers(server, **REMEMBERED, **cache)[0].outputs["kv_cache_reused_blocks"])
+
+
+def by_parameters(server: TritonServer, **cache: str | int | bool) -> int:
+    with Client(server.grpc_url, MODEL) as client:
+        [response] = client.infer(dict(REMEMBERED), timeout_s=30, parameters=cache)
+    return int(response.outputs["kv_cache_reused_blocks"])
+
+
+def by_json(server: TritonServer, **cache: object) -> int:
+    status, body = post(server, "generate", {**REMEMBERED, **cache})
+    if status != 200:
+        raise ServerError(str(status), body)
+    return int(json.loads(body)["kv_cache_reused_blocks"])
+
+
+@pytest.mark.parametrize("served", ["tiny", "vllm"])
+@pytest.mark.parametrize("said", [by_inputs, by_parameters, by_json])
+def test_what_becomes_of_the_blocks_can_be_said_in_every_way(
+    request: pytest.FixtureRequest, served: str, said: Callable[..., int]
+) -> None:
+    server: TritonServer = request.getfixturevalue(served)
+    kept = {**KEPT, "cache_salt": f"{served} {said.__name__}"}
+    hidden = {**dict.fromkeys(("cache_read", "cache_write"), True), "cache_salt": f"{served} {said.__name__} hidden"}
+    assert said(server, **kept) == 0
+    blocks = said(server, **kept)
+    assert blocks >= 10
+    assert said(server, **{**kept, "cache_read": False}) == 0
+    assert said(server, **{**kept, "cache_tenant": "another"}) == blocks, "tenants of one salt share"
+    assert [said(server, **{**hidden, "cache_write": False}) for _ in range(2)] == [0, 0]
+    assert [said(server, **hidden) for _ in range(2)] == [0, blocks]
+    with pytest.raises(ServerError, match="cache_pin: is for blocks that are kept, got True with cache_write false"):
+        said(server, cache_pin=True, cache_write=False)
+    with pytest.raises(ServerError, match="cache_ttl_s: must be from 1 to 31536000, got 0; leave it out"):
+        said(server, **{**kept, "cache_ttl_s": 0})
+
+
+@pytest.mark.parametrize("served", ["tiny", "vllm"])
+def test_a_server_lives_through_200_refused_streams_in_a_row(request: pytest.FixtureRequest, served: str) -> None:
+    server: TritonServer = request.getfixturevalue(served)
+    with Client(server.grpc_url, MODEL) as client:
+        for _ in range(200):
+            with pytest.raises(ServerError, match=r"^max_tokens: ") as refused:
+                list(client.infer({"text_input": "the sea", "max_tokens": 0}, timeout_s=30))
+            assert refused.value.status == "INVALID_ARGUMENT"
+        assert len_ids(next(client.infer({"text_input": "the sea", "max_tokens": 1}, timeout_s=30))) == 1
+    assert server.options.log is not None
+    log = server.options.log.read_text(errors="replace")
+    assert "HandleCancellation called even" not in log, "what server 2.51 says before it crashes, once per such error"
 
 
 def len_ids(response: Response) -> int:
     ids = response.outputs["output_ids"]
     return len(ids) if isinstance(ids, list) else 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kind"),
+    [
+        ("cache_ttl_s", "soon", "int"),
+        ("cache_pin", "yes", "bool"),
+        ("max_tokens", True, "int"),
+        ("text_input", 3, "str"),
+    ],
+)
+def test_the_client_names_an_input_of_another_type(tiny: TritonServer, name: str, value: object, kind: str) -> None:
+    with Client(tiny.grpc_url, MODEL) as client, pytest.raises(ValueError, match=f"^{name}: must be {kind}"):
+        next(client.infer({"text_input": "the sea", name: value}, timeout_s=30))
+
+
+def test_the_client_names_an_input_that_there_is_not(tiny: TritonServer) -> None:
+    with Client(tiny.grpc_url, MODEL) as client, pytest.raises(ValueError, match=r"^cache_tll_s: no such input; known"):
+        next(client.infer({"text_input": "the sea", "cache_tll_s": 3}, timeout_s=30))

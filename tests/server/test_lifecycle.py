@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import MODEL, REPOSITORY, StartServer, metrics, tiny_overrides, total
+from conftest import MODEL, REPOSITORY, StartServer, metrics, tiny_overrides, total, wait
 
 from kvtier.client import Client, ServerError
 from kvtier.serving import ServingError, TritonServer
@@ -40,10 +39,10 @@ def answer(server: TritonServer) -> str:
 
 def test_unload_and_load(server: TritonServer) -> None:
     before = answer(server)
-    time.sleep(1)
-    counted = total(metrics(server)["kvtier_requests_total"])
     server.control.unload(MODEL, 30)
     wait(lambda: not server.model_processes())
+    counted = total(metrics(server)["kvtier_requests_total"])
+    assert counted >= 1
     gauges = metrics(server)
     assert total(gauges["kvtier_engine_up"]) == total(gauges["kvtier_tier_capacity_bytes"]) == 0
     with pytest.raises(ServerError):
@@ -171,10 +170,3 @@ def add_model(repository: Path, name: str, overrides: dict[str, str], scratch: P
     """Put the shipped model into a repository under another name, with overrides."""
     made = overlay(REPOSITORY, overrides, scratch / "models")
     shutil.copytree(made / MODEL, repository / name, symlinks=True)
-
-
-def wait(condition: Callable[[], bool], timeout_s: float = 20) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)

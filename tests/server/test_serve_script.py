@@ -23,6 +23,7 @@ from kvtier.serving.processes import SHARED_MEMORY, clean_up, model_processes
 from kvtier.serving.repository import overlay
 
 SHORT = {"text_input": "the sea", "max_tokens": 3}
+ENDLESS_TOKENS = 8000
 LONG = {
     "text_input": "the sea",
     "stream": True,
@@ -108,6 +109,8 @@ def serve(tmp_path: Path, tiny_checkpoint: Path) -> Iterator[StartServed]:
 
     yield start
     for served in started:
+        if served.process.poll() is None:
+            served.process.send_signal(signal.SIGCONT)
         for _ in range(2):  # the second one does not wait for streams
             if served.process.poll() is None:
                 served.process.terminate()
@@ -121,14 +124,18 @@ def answers(served: Served, inputs: dict[str, object]) -> str:
 
 
 def test_a_killed_model_process_comes_back_and_sigterm_lets_a_stream_finish(serve: StartServed) -> None:
-    served = serve("--exit-timeout-secs=40")
+    served = serve("--exit-timeout-secs=300")
     served.wait_for("ready: ")
     prefix = served.prefix()
     before = answers(served, SHORT)
 
     [stub] = model_processes(prefix)
-    stub.kill()
-    served.wait_for("model smollm2: its model process died; reloaded")
+    with served.client() as client:
+        lost = client.infer(LONG, timeout_s=60)
+        next(lost)
+        stub.kill()
+        served.wait_for("model smollm2: its model process died; reloaded")
+        lost.close()
     assert answers(served, SHORT) == before
     assert [process.pid for process in model_processes(prefix)] != [stub.pid]
 
@@ -139,7 +146,7 @@ def test_a_killed_model_process_comes_back_and_sigterm_lets_a_stream_finish(serv
         texts += [response.outputs["output_ids"] for response in stream]
     tokens = sum(len(ids) if isinstance(ids, list) else 1 for ids in texts)
     assert tokens == LONG["max_tokens"], "the stream was cut"
-    assert served.process.wait(60) == 0
+    assert served.process.wait(60) == 0, "it waited for the answer that was lost"
     assert model_processes(prefix) == []
     assert list(SHARED_MEMORY.glob(f"{prefix}*")) == []
     assert "its model process died" in "".join(served.lines())
@@ -154,12 +161,13 @@ def test_an_engine_that_failed_answers_unavailable_and_is_reloaded(serve: StartS
     version.mkdir()
     (version / "engine.yaml").symlink_to(original / "engine.yaml")
     (version / "model.py").write_text(BREAKABLE_MODEL)
-    served = serve(f"--model-repository={repository}")
+    served = serve(f"--model-repository={repository}", "--set=tiers.hbm.bytes=8MiB")
     served.wait_for("ready: ")
     before = answers(served, SHORT)
     with served.client() as client:
-        running = client.infer(LONG, timeout_s=60)
+        running = client.infer({**LONG, "max_tokens": ENDLESS_TOKENS}, timeout_s=120)
         next(running)
+        served.process.send_signal(signal.SIGSTOP)  # it would reload the engine sooner or later
         with pytest.raises(ServerError):
             list(client.infer({**SHORT, "text_input": BREAK}, timeout_s=30))
         with pytest.raises(ServerError):  # and not a stream that hangs
@@ -167,6 +175,7 @@ def test_an_engine_that_failed_answers_unavailable_and_is_reloaded(serve: StartS
         with pytest.raises(ServerError) as refused:
             list(client.infer(SHORT, timeout_s=30))
     assert refused.value.status == "UNAVAILABLE"
+    served.process.send_signal(signal.SIGCONT)
     served.wait_for("kvtier_engine_up is 0; reloaded")
     assert answers(served, SHORT) == before
     ups = parse_metrics(served.control.metrics())["kvtier_engine_up"]
@@ -180,10 +189,10 @@ def test_a_stream_that_outlasts_the_exit_timeout_is_cut_with_an_error(serve: Sta
     served.wait_for("ready: ")
     prefix = served.prefix()
     with served.client() as client:
-        stream = client.infer({**LONG, "max_tokens": 8000}, timeout_s=120)
+        stream = client.infer({**LONG, "max_tokens": ENDLESS_TOKENS}, timeout_s=120)
         next(stream)
         served.process.send_signal(signal.SIGTERM)
-        started, texts = time.monotonic(), []
+        texts = []
         reason = ""
         try:
             for response in stream:
@@ -192,8 +201,7 @@ def test_a_stream_that_outlasts_the_exit_timeout_is_cut_with_an_error(serve: Sta
         except ServerError as error:
             reason = error.status
     assert reason in ("UNAVAILABLE", "CANCELLED", "INTERNAL", "UNKNOWN", "cancelled"), "nobody told the client"
-    assert len(texts) < 7000
-    assert time.monotonic() - started < 30
+    assert len(texts) < ENDLESS_TOKENS
     assert served.process.wait(60) in (0, 1)
     assert model_processes(prefix) == []
     assert list(SHARED_MEMORY.glob(f"{prefix}*")) == []

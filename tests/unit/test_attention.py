@@ -16,7 +16,7 @@ from typing import cast
 import pytest
 import torch
 
-from kvtier.attention import AttentionBackend, AttentionBatch, make_backend
+from kvtier.attention import AttentionBackend, AttentionBatch, make_backend, merge
 from kvtier.attention.reference import DTYPES, ReferenceAttention
 from kvtier.block import KVLayout
 from kvtier.errors import ConfigError
@@ -203,19 +203,68 @@ def test_bits_do_not_depend_on_chunks_batch_threads_or_table(make: MakeBackend, 
                 done[i] = end
 
 
-def test_long_decode_is_cut_over_threads_without_changing_bits(make: MakeBackend) -> None:
-    layout = KVLayout(1, 1, 64, 32, "float32")
+@pytest.mark.parametrize("window", [None, 650])  # which begins in the middle of span 13
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.long)])
+def test_long_decode_is_cut_over_threads_without_changing_bits(
+    make: MakeBackend, dtype: str, window: int | None
+) -> None:
+    layout = KVLayout(1, 1, 64, 32, dtype)
     chat = Chat(layout, 3, 1500, seed=5, layer=0)
-    run_pass(make(2), [(chat, 0, 1499)], None)
-    results = [run_pass(make(threads), [(chat, 1499, 1500)], None)[0] for threads in (1, 2, 3, 8)]
-    check_close(chat, *results[0], None, 1499)
+    run_pass(make(2), [(chat, 0, 1499)], window)
+    results = [run_pass(make(threads), [(chat, 1499, 1500)], window)[0] for threads in (1, 2, 3, 8)]
+    check_close(chat, *results[0], window, 1499)
     for out, lse in results[1:]:
         assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_a_table_split_at_any_block_merges_to_the_whole(make: MakeBackend, dtype: str, parts: int) -> None:
+    layout = KVLayout(layers=2, kv_heads=2, head_dim=32, block_tokens=16, dtype=dtype)
+    chat = Chat(layout, heads=4, length=100, seed=parts)
+    backend = make(1)
+    run_pass(backend, [(chat, 0, 100)], None)
+    blocks = len(chat.table)
+    for inner in itertools.combinations(range(1, blocks), parts - 1):
+        outs, lses = [], []
+        for begin, end in itertools.pairwise([0, *inner, blocks]):
+            length = min(end * 16, 100) - begin * 16
+            batch = AttentionBatch(
+                tables=chat.table[begin:end].reshape(1, -1),
+                query_starts=torch.tensor([0, 1], dtype=torch.int32),
+                lengths=torch.tensor([length], dtype=torch.int32),
+                append_rows=chat.table[:0],
+                append_offsets=torch.zeros(0, dtype=torch.int32),
+            )
+            out, lse = backend.attend(chat.q[99:], batch, layout, chat.layer, scale_of(layout), None)
+            outs.append(out)
+            lses.append(lse)
+        check_close(chat, *merge(torch.stack(outs), torch.stack(lses)), None, 99)
+
+
+def test_a_part_that_is_not_seen_weighs_nothing_whatever_it_holds() -> None:
+    outs, lses = torch.randn(3, 2, 4, 8), torch.randn(3, 2, 4)
+    lses[1], outs[1] = -torch.inf, torch.nan
+    expected_out, expected_lse = merge(outs[::2], lses[::2])
+    out, lse = merge(outs, lses)
+    assert torch.equal(out, expected_out) and torch.allclose(lse, expected_lse)
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 5, 8, 9, 16, 17])
+def test_any_number_of_query_heads_decodes_alone_and_with_its_neighbour(make: MakeBackend, group: int) -> None:
+    chat = Chat(KVLayout(2, 2, 64, 32, "bfloat16"), 2 * group, 147, seed=group)
+    backend = make(2)
+    results = [run_pass(backend, [(chat, *cut)], None)[0] for cut in ((0, 144), (144, 145), (145, 147))]
+    out, lse = (torch.cat(parts) for parts in zip(*results, strict=True))
+    check_close(chat, out, lse, None)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
-def test_later_positions_of_the_same_chunk_do_not_reach_earlier_queries(make: MakeBackend, poison: float) -> None:
-    chat = Chat(KVLayout(2, 2, 64, 16, "float32"), 6, 100, seed=9)
+def test_later_positions_of_the_same_chunk_do_not_reach_earlier_queries(
+    make: MakeBackend, poison: float, dtype: str
+) -> None:
+    chat = Chat(KVLayout(2, 2, 64, 16, dtype), 6, 100, seed=9)
     expected = run_pass(make(1), [(chat, 0, 100)], None)[0]
     chat.k[70], chat.v[70] = poison, poison
     out, lse = run_pass(make(1), [(chat, 0, 100)], None)[0]
@@ -269,6 +318,21 @@ def test_a_name_chooses_the_backend(caplog: pytest.LogCaptureFixture, monkeypatc
     assert "not built" in caplog.text
     with pytest.raises(ConfigError, match="not built"):
         make_backend("native", 1)
+
+
+@pytest.mark.skipif(not ISAS, reason="kvtier._native was not built")
+@pytest.mark.parametrize("head_dim", [4, 20, 100, 1032])
+def test_heads_that_the_kernels_do_not_take_are_attended_in_torch(
+    head_dim: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ValueError, match="dim"):
+        _native.Rows(_native.Type.float32, 1, head_dim, 16, 0, 0, 0)
+    with caplog.at_level(logging.WARNING):
+        assert make_backend("auto", 1, head_dim).name == "reference"
+    assert f"not {head_dim}" in caplog.text
+    with pytest.raises(ConfigError, match=f"not {head_dim}.*auto"):
+        make_backend("native", 1, head_dim)
+    assert all(make_backend(name, 1, 128).name == "native" for name in ("auto", "native"))
 
 
 @pytest.mark.skipif(not ISAS, reason="kvtier._native was not built")

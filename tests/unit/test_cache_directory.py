@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import gc
 import os
 import signal
 import stat
@@ -11,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtier import cache_directory
 from kvtier.block import KVLayout
 from kvtier.cache_directory import LOCK_NAME, CacheDirectory, free_disk_bytes, layout_name
 from kvtier.errors import ShelfError
@@ -100,6 +103,22 @@ def test_descriptors_do_not_pass_to_programs_and_do_not_leak(tmp_path: Path) -> 
     assert open_descriptors() == before
 
 
+def test_directories_that_are_gone_leave_nothing_behind_for_forks(tmp_path: Path) -> None:
+    kept = CacheDirectory(tmp_path / "cache", None)
+    gc.collect()
+    known = len(cache_directory._OPENED)
+    for _ in range(3):
+        CacheDirectory(tmp_path / "cache", None).close()
+    gc.collect()
+    assert len(cache_directory._OPENED) == known > 0
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if kept._descriptors == [] else 1)
+    assert os.waitpid(child, 0)[1] == 0 and kept._descriptors, "closed in the child alone"
+    with kept.forking:
+        kept.close()
+
+
 def test_symlinks_are_refused(tmp_path: Path) -> None:
     real = tmp_path / "real"
     real.mkdir(mode=0o700)
@@ -170,6 +189,19 @@ def test_layouts_have_folders_of_their_own_and_count_on_one_budget(tmp_path: Pat
     cache.close()
 
 
+def test_a_file_that_goes_while_bytes_are_counted_counts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = CacheDirectory(tmp_path / "cache", None)
+    folder = cache.layout_folder(OTHER_LAYOUT)
+    with open(os.open("journal", os.O_WRONLY | os.O_CREAT, 0o600, dir_fd=folder), "wb") as file:
+        file.write(bytes(10_000))
+    monkeypatch.setattr(os, "listdir", lambda place, listed=os.listdir: [*listed(place), "journal.new"])
+    assert 10_000 <= cache.other_bytes(LAYOUT) <= 16_384
+    assert free_disk_bytes(tmp_path / "cache") > free_disk_bytes(tmp_path)
+    cache.close()
+
+
 def test_free_bytes_count_what_the_directory_has_already(tmp_path: Path) -> None:
     path = tmp_path / "cache"
     bare = free_disk_bytes(path / "not" / "there")
@@ -181,3 +213,24 @@ def test_free_bytes_count_what_the_directory_has_already(tmp_path: Path) -> None
     disk = os.statvfs(path)
     assert free_disk_bytes(path) - disk.f_bavail * disk.f_frsize >= (64 << 20) - (16 << 20)
     cache.close()
+
+
+def test_a_directory_whose_disk_fails_while_it_is_opened_leaves_no_descriptor_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    CacheDirectory(tmp_path / "cache", 0.0).close()
+    inner, calls = os.fchmod, list[int]()
+
+    def failing(descriptor: int, mode: int) -> None:
+        calls.append(descriptor)
+        if len(calls) == fail_at:
+            raise OSError(errno.EIO, "the disk is ill")
+        inner(descriptor, mode)
+
+    monkeypatch.setattr(os, "fchmod", failing)
+    for fail_at in (1, 2):
+        calls.clear()
+        before = os.listdir("/proc/self/fd")
+        with pytest.raises(ShelfError, match="cannot be used: the disk is ill"):
+            CacheDirectory(tmp_path / "cache", 0.0)
+        assert len(calls) == fail_at and os.listdir("/proc/self/fd") == before

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny import make_checkpoint
@@ -32,7 +33,7 @@ def run(*arguments: object, stdin: str = "") -> Result:
     return result
 
 
-def objects(result: Result) -> list[dict[str, object]]:
+def objects(result: Result) -> list[dict[str, Any]]:
     assert result.exit_code == 0, result.output
     return [json.loads(line) for line in result.stdout.splitlines()]
 
@@ -41,7 +42,7 @@ def test_version_is_the_packages() -> None:
     assert run("--version").stdout == f"kvtier {__version__}\n"
 
 
-@pytest.mark.parametrize("command", ["chat", "generate", "smoke"])
+@pytest.mark.parametrize("command", ["chat", "generate", "plan", "smoke"])
 def test_help_teaches_every_command_with_examples(command: str) -> None:
     assert command in run("--help").stdout
     text = run(command, "--help").stdout
@@ -83,12 +84,38 @@ def test_generate_with_chat_puts_the_template_around_the_prompt(checkpoint: Path
 def test_a_shelf_is_warm_for_the_next_command(checkpoint: Path, tmp_path: Path, sharing: str, tier: str) -> None:
     text = "the sea and the island and the rain " * 6
     options = ["--json", "--max-tokens", 2, *SMALL, "--nvme", "8MiB", "--cache-dir", tmp_path / "kv"]
-    options += ["--set", f"sharing={sharing}", "--set", "tiers.linger_s=20"]
+    options += ["--set", f"sharing={sharing}", "--set", "tiers.linger_s=20", "--set", "tiers.load=always"]
     [first] = objects(run("generate", checkpoint, text, *options))
     [second] = objects(run("generate", checkpoint, text, *options))
-    assert first["origin"][tier] == 0  # type: ignore[index]
-    assert second["origin"][tier] >= 32  # type: ignore[index]
+    assert first["origin"][tier] == 0
+    assert second["origin"][tier] >= 32
     assert second["text"] == first["text"]
+
+
+def test_what_becomes_of_the_blocks_can_be_said_on_the_command_line(checkpoint: Path) -> None:
+    text = "the sea and the island and the rain " * 3
+    same = [
+        "generate",
+        checkpoint,
+        text,
+        text,
+        "--json",
+        "--max-tokens",
+        1,
+        *SMALL,
+        "--set",
+        "scheduler.sequences_max=1",
+        "--set",
+        "sharing=false",
+    ]
+    reused = [answer["origin"]["hbm"] for answer in objects(run(*same))]
+    assert reused[0] == 0 < reused[1]
+    for refused in (["--no-cache-read"], ["--no-cache-write"]):
+        assert [answer["origin"]["hbm"] for answer in objects(run(*same, *refused))] == [0, 0]
+    kept = ["--cache-salt", "s", "--cache-tenant", "t", "--cache-priority", "5", "--cache-ttl", 60, "--cache-pin"]
+    assert [answer["origin"]["hbm"] for answer in objects(run(*same, *kept))] == reused
+    piped = run("chat", checkpoint, "--max-tokens", 4, "--system", text, "--no-cache-read", *SMALL, stdin="hi\nhi\n")
+    assert piped.exit_code == 0 and piped.stderr.count("tokens in (computed") == 2
 
 
 def test_a_piped_chat_answers_line_by_line_and_finds_its_history_again(checkpoint: Path) -> None:
@@ -113,6 +140,8 @@ def test_a_piped_chat_answers_line_by_line_and_finds_its_history_again(checkpoin
         (["MODEL", "x", "--set", "tiers.hmb.bytes=1MiB"], "did you mean hbm?"),
         (["MODEL", "x", "--set", "nonsense"], "KEY=VALUE"),
         (["MODEL", "x " * 2000, *SMALL], "context"),
+        (["MODEL", "x", "--cache-ttl", "0", *SMALL], "cache_ttl_s: must be from 1 to 31536000, got 0"),
+        (["MODEL", "x", "--cache-pin", "--no-cache-write", *SMALL], "cache_pin: is for blocks that are kept, got True"),
         (["MODEL"], "PROMPT"),
     ],
 )

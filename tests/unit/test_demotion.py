@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -9,9 +10,13 @@ import pytest
 from fakes import SteppedTiers, chain_hashes
 
 from kvtier.block import BlockHash, Tier
-from kvtier.demotion import BACK_ROWS, BACK_S, NvmePolicy
+from kvtier.demotion import BACK_ROWS, BACK_S, RETRY_S, NvmePolicy
 from kvtier.io.base import Operation
-from kvtier.record import Record
+from kvtier.record import Record, tenant_digest
+from kvtier.retention import PLAIN, Retention, retention_of
+from kvtier.terms import SlotLimits
+from kvtier.ticket import WriteItem
+from tests.rows import directory_of
 
 HASHES = chain_hashes(range(160))
 """Twenty blocks of one chain."""
@@ -27,6 +32,15 @@ def test_through_writes_to_both_shelves_once_a_block_is_sealed(tmp_path: Path) -
     tiers.compute(HASHES[:5])
     tiers.settle(0.0)
     assert (on(tiers, Tier.DRAM), on(tiers, Tier.NVME)) == (5, 5)
+
+
+def test_a_row_that_changed_while_it_was_copied_is_copied_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiers = SteppedTiers(tmp_path, hbm=8, dram=8, nvme=8, policy=NvmePolicy.THROUGH)
+    said = iter([False] * 3)
+    monkeypatch.setattr(tiers.shelves[Tier.DRAM], "intact", lambda _: next(said, True))
+    tiers.compute(HASHES[:5])
+    tiers.settle(0.0)
+    assert on(tiers, Tier.NVME) == 5 and tiers.shelves[Tier.NVME].stats()["stale"] == 3
 
 
 def test_selective_writes_to_nvme_only_what_is_used_again(tmp_path: Path) -> None:
@@ -277,3 +291,159 @@ def test_a_drain_lets_what_is_taken_again_meanwhile_stay(tmp_path: Path) -> None
     tiers.io[Tier.DRAM].hanging.clear()
     tiers.drain(Tier.HBM)
     assert [tiers.store._resident.find(block_hash) is not None for block_hash in HASHES[:3]] == [True, False, False]
+
+
+ASKED = Retention(9, 1 << 35, True, tenant_digest("somebody"))
+RAISED = Retention(9, 0, True)
+"""What a plain block is kept for once that is asked: it never expired."""
+
+
+def rows(tiers: SteppedTiers, tier: Tier, count: int) -> list[Retention]:
+    """What each of the first rows of the chain is kept for on a shelf."""
+    return [retention_of(record) for record in tiers.shelves[tier].find(HASHES[:count])]
+
+
+@pytest.mark.parametrize("policy", [NvmePolicy.THROUGH, NvmePolicy.SELECTIVE])
+def test_rows_are_kept_on_both_shelves_for_what_was_asked(policy: NvmePolicy, tmp_path: Path) -> None:
+    tiers = SteppedTiers(tmp_path, hbm=8, dram=16, nvme=16, policy=policy)
+    tiers.store.release(tiers.compute(HASHES[:2], retention=ASKED))
+    tiers.store.release(tiers.compute(HASHES[2:3], first=2))
+    tiers.settle(0.0)
+    tiers.store.release(tiers.take(HASHES[:3])[0])
+    tiers.settle(0.0)
+    for tier in (Tier.DRAM, Tier.NVME):
+        assert rows(tiers, tier, 3) == [ASKED, ASKED, PLAIN], tier
+
+
+def test_a_copy_from_dram_to_nvme_of_what_hbm_has_forgotten_is_kept_for_the_same(tmp_path: Path) -> None:
+    tiers = SteppedTiers(tmp_path, hbm=8, dram=16, nvme=16, policy=NvmePolicy.SELECTIVE)
+    tiers.store.release(tiers.compute(HASHES[:2], retention=ASKED))
+    tiers.drain(Tier.HBM)
+    assert not tiers.store.is_resident(HASHES[0]) and on(tiers, Tier.NVME) == 0
+    tiers.store._demoter.wish(Tier.NVME, HASHES[0], 0)
+    tiers.settle(0.0)
+    assert rows(tiers, Tier.NVME, 1) == [ASKED]
+    assert tiers.metrics.demoted_blocks.value("dram", "nvme") == 1
+
+
+def test_a_pin_that_dram_has_no_room_for_still_counts_on_nvme(tmp_path: Path) -> None:
+    tiers = SteppedTiers(tmp_path, hbm=8, dram=16, nvme=16, policy=NvmePolicy.SELECTIVE, limits=SlotLimits(2, None))
+    tiers.store.release(tiers.compute(HASHES[:3], retention=ASKED))
+    tiers.settle(0.0)
+    pins = [asked.pinned for asked in rows(tiers, Tier.DRAM, 3)]
+    assert sorted(pins) == [False, True, True]
+    refused = pins.index(False)
+    tiers.store._demoter.wish(Tier.NVME, HASHES[refused], refused)
+    tiers.settle(0.0)
+    assert tiers.metrics.demoted_blocks.value("dram", "nvme") == 1
+    assert [retention_of(record) for record in tiers.shelves[Tier.NVME].find(HASHES[refused:3])] == [ASKED]
+
+
+@pytest.mark.parametrize("tier", [Tier.DRAM, Tier.NVME])
+def test_what_is_asked_while_a_row_is_written_counts_when_it_is_there(tier: Tier, tmp_path: Path) -> None:
+    tiers = SteppedTiers(tmp_path, hbm=8, dram=16, nvme=16)
+    tiers.store.release(tiers.compute(HASHES[:2]))
+    while tiers.io[tier].in_flight == 0:
+        tiers.store.poll(0.0)
+        if tiers.io[tier].in_flight == 0:
+            tiers.step()
+    tiers.store.retain(HASHES[:2], ASKED)
+    tiers.settle(0.0)
+    assert rows(tiers, tier, 2) == [RAISED] * 2
+
+
+def test_what_is_asked_while_a_row_waits_for_its_turn_is_written_with_it(tmp_path: Path) -> None:
+    tiers = SteppedTiers(tmp_path, hbm=8, dram=16, nvme=0)
+    tiers.store.release(tiers.compute(HASHES[:2]))
+    tiers.store.retain(HASHES[:2], ASKED)
+    tiers.settle(0.0)
+    assert rows(tiers, Tier.DRAM, 2) == [RAISED] * 2
+
+
+def test_a_wish_that_another_has_fulfilled_raises_what_that_row_is_kept_for(tmp_path: Path) -> None:
+    tiers = SteppedTiers(tmp_path, hbm=8, dram=16, nvme=0)
+    slots = tiers.compute(HASHES[:2], retention=ASKED)
+    dram = tiers.shelves[Tier.DRAM]
+    dram.write([WriteItem(HASHES[0], 0, tiers.arena.view(slots[0]), None)], 0.0)
+    tiers.io[Tier.DRAM].step(1)
+    assert [done.outcome.value for done in dram.poll(0.0)] == ["done"]
+    tiers.settle(0.0)
+    assert rows(tiers, Tier.DRAM, 2) == [RAISED, ASKED]
+
+
+def test_a_write_that_another_was_sooner_with_raises_what_that_row_is_kept_for(tmp_path: Path) -> None:
+    tiers = SteppedTiers(tmp_path, hbm=8, dram=16, nvme=0)
+    tiers.store.release(tiers.compute(HASHES[:1], retention=ASKED))
+    tiers.store.poll(0.0)
+    dram = tiers.shelves[Tier.DRAM]
+    directory = directory_of(dram)
+    [grant] = directory.reserve(1)
+    directory.publish([Record(HASHES[0], *grant, 0, b"")], 0.0)
+    tiers.settle(0.0)
+    assert dram.stats()["duplicate"] == 1 and rows(tiers, Tier.DRAM, 1) == [RAISED]
+
+
+def test_a_tenant_whose_quota_is_full_of_pins_keeps_nobody_else_from_the_shelf(tmp_path: Path) -> None:
+    tiers = SteppedTiers(tmp_path, hbm=100, dram=100, nvme=0, limits=SlotLimits(50, 2))
+    greedy = chain_hashes(range(800), "greedy")[:90]
+    tiers.store.release(tiers.compute(greedy, retention=ASKED))
+    tiers.store.release(tiers.compute(HASHES[:3]))
+    now = 0.0
+    while on(tiers, Tier.DRAM) < 3:
+        tiers.settle(now)
+        now += RETRY_S
+        assert now < 1.0
+    held = [block_hash for block_hash in greedy if tiers.shelves[Tier.DRAM].holds(block_hash)]
+    assert held == greedy[:2]
+    tiers.store.check()
+
+
+def test_a_tenant_whose_quota_is_full_does_not_slow_others_down(tmp_path: Path) -> None:
+    tiers = SteppedTiers(tmp_path, hbm=40, dram=40, nvme=0, limits=SlotLimits(20, 2), queue_max=16)
+    tiers.store.release(tiers.compute(chain_hashes(range(800), "greedy")[:17], retention=ASKED))
+    tiers.store.release(tiers.compute(HASHES[:10]))
+    now = 0.0
+    while on(tiers, Tier.DRAM) < 10:
+        tiers.settle(now)
+        now += RETRY_S
+        assert now < 4 * RETRY_S
+    for _ in range(10):
+        tiers.settle(now)
+        now += RETRY_S
+    tiers.store.publish_metrics()
+    metrics = tiers.metrics
+    assert metrics.quota_refused.value("dram") == 15, "each is counted once, however often it asks"
+    assert metrics.pinned_blocks.value("dram") == 2
+
+
+@pytest.mark.parametrize("tier", [Tier.DRAM, Tier.NVME])
+def test_a_block_that_expires_while_it_is_written_is_never_found_there(
+    tier: Tier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unix_s = 1000.0
+    monkeypatch.setattr(time, "time", lambda: unix_s)
+    tiers = SteppedTiers(tmp_path, hbm=8, dram=16 * (tier is Tier.DRAM), nvme=16 * (tier is Tier.NVME))
+    tiers.store.release(tiers.compute(HASHES[:2], retention=Retention(expiry_s=1060)))
+    tiers.store.poll(0.0)
+    assert tiers.io[tier].in_flight == 2
+    unix_s = 1060.0
+    tiers.step()
+    tiers.store.poll(0.0)
+    assert on(tiers, tier) == 0 and tiers.store.available_count == 8
+    assert tiers.shelves[tier].stats()["writes"] == 2 and tiers.shelves[tier].used_count == 0
+
+
+def test_the_end_waits_for_what_gets_on_and_not_for_what_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.demotion.STUCK_S", 0.02)
+    tiers = SteppedTiers(tmp_path, hbm=8, dram=8, nvme=8, queue_max=1)
+    tiers.compute(HASHES[:5])
+
+    def poll(now: float) -> None:
+        tiers.step(1)
+        tiers.store.poll(now)
+
+    tiers.store._demoter.finish(poll, time.monotonic() + 60)
+    assert (on(tiers, Tier.DRAM), on(tiers, Tier.NVME)) == (5, 5)
+    tiers.compute(HASHES[5:8], first=5)
+    tiers.store.write_down(1e9)
+    assert (on(tiers, Tier.DRAM), on(tiers, Tier.NVME)) == (5, 5) and tiers.store.stats()["waiting_writes"] >= 2

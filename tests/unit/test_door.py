@@ -232,6 +232,50 @@ def test_flags_and_salt_are_checked() -> None:
     assert refusal(text_input="a", image="x") == "input 'image': is unknown"
 
 
+CACHE = {
+    "cache_salt": "s",
+    "cache_tenant": "t",
+    "cache_priority": -5,
+    "cache_ttl_s": 60,
+    "cache_pin": True,
+    "cache_read": False,
+    "cache_write": True,
+}
+
+
+def test_what_becomes_of_the_blocks_is_said_by_inputs_or_by_parameters() -> None:
+    wire = {"TYPE_STRING": np.object_, "TYPE_INT32": np.int32, "TYPE_BOOL": np.bool_}
+    tensors = {
+        name: np.array([[value.encode() if isinstance(value, str) else value]], dtype=wire[INPUTS[name].data_type])
+        for name, value in CACHE.items()
+    }
+    expected = Request("hi", **CACHE)  # type: ignore[arg-type]
+    assert parse(text_input="hi", **tensors).request == expected
+    assert parse(CACHE, text_input="hi").request == expected
+    assert parse({"cache_ttl_s": "60", "cache_pin": "true"}, text_input="hi").request.cache_ttl_s == 60
+    assert {name: getattr(Request("hi"), name) for name in CACHE} == {
+        "cache_salt": "", "cache_tenant": "", "cache_priority": 0, "cache_ttl_s": None, "cache_pin": False,
+        "cache_read": True, "cache_write": True,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"cache_priority": 101}, "cache_priority: must be from -100 to 100, got 101"),
+        ({"cache_ttl_s": 0}, "cache_ttl_s: must be from 1 to 31536000, got 0; leave it out for blocks that stay"),
+        ({"cache_ttl_s": "1e3"}, "cache_ttl_s: must be a whole number, got '1e3'"),
+        ({"cache_pin": 1}, "cache_pin: must be true or false, got 1"),
+        ({"cache_tenant": b"\xff"}, "cache_tenant: is not valid UTF-8"),
+        ({"cache_tenant": "t" * 257}, "cache_tenant: at most 256 characters, got 257"),
+        ({"cache_pin": True, "cache_write": False}, "cache_pin: is for blocks that are kept, got True with"),
+    ],
+)
+def test_bad_wishes_for_the_cache_are_refused_by_name(fields: dict[str, object], message: str) -> None:
+    assert refusal(text_input="a", **fields).startswith(message)
+    assert refusal(fields, text_input="a").startswith(message)
+
+
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.binary(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
@@ -240,6 +284,7 @@ ANYTHING = st.recursive(
 KEYS = st.sampled_from(sorted({*INPUTS, *SAMPLING_KEYS, "n", "logprobs", "bad_words"}))
 
 
+@pytest.mark.long
 @settings(max_examples=400, deadline=None)
 @given(
     fields=st.dictionaries(KEYS, ANYTHING, max_size=4),

@@ -65,7 +65,13 @@ def innocents() -> list[Request]:
     return [Request(PROMPTS[0], greedy), Request(PROMPTS[1], seeded)]
 
 
-@pytest.mark.parametrize("logits_scale", [1.0, 1e37])
+def test_a_model_with_heads_of_an_odd_number_of_vectors_is_served(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path, "llama", head_dim=20)
+    with opened(checkpoint) as engine, opened(checkpoint, attention="reference") as other:
+        assert engine.generate(PROMPTS[:2], GREEDY)[0].token_ids == other.generate(PROMPTS[:2], GREEDY)[0].token_ids
+
+
+@pytest.mark.parametrize("logits_scale", [1.0, pytest.param(1e37, marks=pytest.mark.long)])
 def test_extreme_parameters_harm_nobody(logits_scale: float, tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path, "llama", tokenizer=True)
     weights = load_file(checkpoint / "model.safetensors")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -9,16 +10,32 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import BLOCK, CONTEXT, GREEDY, PROMPTS, VOCAB, Gate, Sink, all_free, opened, wait_for
+from engines import (
+    BLOCK,
+    CONTEXT,
+    GREEDY,
+    PROMPTS,
+    VOCAB,
+    Gate,
+    Sink,
+    all_free,
+    end_keepers,
+    knows_shelves,
+    opened,
+    wait_for,
+)
 from safetensors.torch import load_file, save_file
 from tiny import make_checkpoint
 
 from kvtier import Engine, FinishReason, InvalidRequest, Request, SamplingParams, TokenEvent, Unavailable
 from kvtier.errors import ConfigError, ShelfError
+from kvtier.io.faulty import Call, Effect, Fault, FaultyCalls
+from kvtier.keeper.opening import SharedShelves
 from kvtier.models.decoder import NonFiniteError
 from kvtier.sequence import ScheduledSequence
 from kvtier.shelf import Shelf
 from kvtier.shelves import open_nvme_shelf
+from tests.own_time import own_time
 
 
 @pytest.fixture(scope="module")
@@ -79,9 +96,9 @@ def test_close_fails_what_a_hung_pass_keeps_and_ends_in_time(checkpoint: Path) -
             engine.submit(Request(PROMPTS[0], SamplingParams(max_tokens=200, ignore_eos=True)), sink)
         stream = engine.stream(PROMPTS[1], GREEDY)
         wait_for(lambda: len(gate.passes) == 1)
-        started = time.monotonic()
-        engine.close(0.3)
-        assert time.monotonic() - started < 5
+        with own_time() as clock:
+            engine.close(0.3)
+            assert clock.seconds < 5
         for sink in sinks:
             final = sink.final()
             assert final.finish_reason is FinishReason.ERROR and isinstance(final.error, Unavailable)
@@ -98,10 +115,51 @@ def test_close_has_one_deadline_for_hung_sinks_and_all_the_rest(checkpoint: Path
         for _ in range(6):
             engine.submit(Request(PROMPTS[0], GREEDY), lambda _: wait_for_event(gate))
         wait_for(lambda: engine.metrics.requests.value("length") == 6)
-        started = time.monotonic()
-        engine.close(0.6)
-        assert time.monotonic() - started < 3
+        with own_time() as clock:
+            engine.close(0.6)
+            assert clock.seconds < 3
     gate.set()
+
+
+@pytest.mark.parametrize("sharing", [False, True])
+def test_close_writes_down_what_waits_and_the_next_engine_finds_it(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sharing: bool
+) -> None:
+    calls = FaultyCalls()
+    monkeypatch.setattr("kvtier.assembly.open_nvme_shelf", functools.partial(open_nvme_shelf, calls=calls))
+    monkeypatch.setattr("kvtier.assembly.SharedShelves", functools.partial(SharedShelves, calls=calls))
+    prompt = [3 + place % 250 for place in range(6 * BLOCK)]
+    cache = tmp_path / "cache"
+    options = {"tiers__nvme__bytes": "1MiB", "tiers__nvme__path": cache, "tiers__linger_s": 0, "sharing": sharing}
+    with opened(checkpoint, tiers__dram__bytes="256KiB", io__in_flight_max=1, **options) as engine:
+        wait_for(lambda: knows_shelves(engine, "nvme"))
+        calls.inject([Fault(Call.WRITE, calls.count(Call.WRITE) + 1, Effect.HANG, sticky=True)])
+        [first] = engine.generate([prompt], GREEDY)
+        closer = threading.Thread(target=engine.close)
+        closer.start()
+        engine._loop._thread.join(30)
+        assert not engine._loop._thread.is_alive() and engine.stats()["waiting_writes"] >= 4
+        calls.release()
+        closer.join(30)
+        assert not closer.is_alive()
+        assert engine.stats()["waiting_writes"] == engine.stats()["writing_blocks"] == 0
+    end_keepers(cache)  # and DRAM with it
+    with opened(checkpoint, tiers__dram__bytes=0, **options) as engine:
+        wait_for(lambda: knows_shelves(engine, "nvme"))
+        [again] = engine.generate([prompt], GREEDY)
+        assert again.origin["nvme"] == 5 * BLOCK and again.token_ids == first.token_ids
+
+
+def test_what_is_wrong_with_the_configuration_of_a_shelf_ends_the_start(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> Shelf:
+        raise ConfigError("io.something: cannot be had here")
+
+    monkeypatch.setattr("kvtier.assembly.open_nvme_shelf", refuse)
+    options = {"tiers__nvme__bytes": "1MiB", "tiers__nvme__path": tmp_path / "cache", "sharing": False}
+    with pytest.raises(ConfigError, match="cannot be had here"), opened(checkpoint, **options):
+        pass
 
 
 def wait_for_event(event: threading.Event) -> None:
@@ -230,7 +288,7 @@ class SlowDisk:
 def slow_disk(monkeypatch: pytest.MonkeyPatch) -> SlowDisk:
     disk = SlowDisk()
     monkeypatch.setattr("kvtier.assembly.open_nvme_shelf", disk)
-    monkeypatch.setattr("kvtier.store.RETRY_S", 0.05)
+    monkeypatch.setattr("kvtier.reopening.RETRY_S", 0.05)
     return disk
 
 
@@ -333,7 +391,7 @@ def test_what_does_not_fit_hbm_is_refused_with_the_sums(checkpoint: Path) -> Non
         with pytest.raises(InvalidRequest, match=f"prompt: has {held + 1} tokens, tiers.hbm.bytes holds {held}"):
             engine.generate([[3] * (held + 1)], GREEDY)
         with pytest.raises(
-            InvalidRequest, match=f"max_tokens: 60 prompt tokens \\+ 6 need 65 .* holds {held}; ask for 5"
+            InvalidRequest, match=f"max_tokens: 60 prompt tokens \\+ 6 need room for 65, .* holds {held}, .*; ask for 5"
         ):
             engine.generate([[3] * 60], SamplingParams(max_tokens=6))
         full = engine.generate([[3] * 60], SamplingParams(max_tokens=5, ignore_eos=True))[0]
@@ -375,7 +433,8 @@ def test_an_hbm_that_a_hung_disk_could_keep_whole_is_refused_with_a_way_out(chec
         "io__readers": 4,
         "io__writers": 2,
     }
-    for dram, spare in (("1MiB", 4), (0, 6)):
+    for dram, streamed_max, spare in (("1MiB", 0, 4), ("1MiB", 2, 6), (0, 0, 6)):
+        nvme["scheduler__streamed_max"] = streamed_max
         text = rf"tiers\.hbm\.bytes: {spare + 1} blocks.* keep {spare} .*io\.readers"
         small: dict[str, object] = {"tiers__hbm__bytes": (spare + 1) * row_bytes, "tiers__dram__bytes": dram}
         with pytest.raises(ConfigError, match=text), opened(checkpoint, **small, **nvme):
@@ -384,3 +443,34 @@ def test_an_hbm_that_a_hung_disk_could_keep_whole_is_refused_with_a_way_out(chec
             with pytest.raises(InvalidRequest, match=f"tiers.hbm.bytes holds {2 * BLOCK}"):
                 engine.generate([[3] * (2 * BLOCK + 1)], GREEDY)
             assert len(engine.generate([[3] * 2 * BLOCK], SamplingParams(max_tokens=1))[0].token_ids) == 1
+
+
+@pytest.mark.parametrize("key", ["tiers.dram.tenant_bytes", "tiers.nvme.tenant_bytes", "tiers.nvme.write_bytes_day"])
+def test_a_limit_that_no_block_fits_is_refused_with_a_way_out(checkpoint: Path, key: str) -> None:
+    text = rf"{key}: 16383 bytes hold no block, one takes 16384; raise it, or 0 for no limit"
+    limit: dict[str, object] = {key.replace(".", "__"): 16383}
+    with pytest.raises(ConfigError, match=text), opened(checkpoint, **limit):
+        pass
+
+
+@pytest.mark.parametrize("sharing", [False, True])
+def test_the_limits_of_the_configuration_are_those_of_the_shelves(
+    checkpoint: Path, tmp_path: Path, sharing: bool
+) -> None:
+    limits: dict[str, object] = {
+        "tiers__pin_share": 0.0,
+        "tiers__dram__tenant_bytes": 2 * 16384,
+        "tiers__nvme__tenant_bytes": 16384,
+        "tiers__nvme__write_bytes_day": 3 * 16384,
+        "tiers__nvme__bytes": "1MiB",
+        "tiers__nvme__path": tmp_path / "cache",
+        "tiers__linger_s": 0,
+        "sharing": sharing,
+    }
+    with opened(checkpoint, **limits) as engine:
+        engine.generate([[3] * (6 * BLOCK)], GREEDY, cache_tenant="someone", cache_pin=True)
+        wait_for(lambda: engine.stats()["dram_quota_refused"] > 0 and engine.stats()["dram_pins_refused"] > 0)
+        engine.generate([[5] * (8 * BLOCK)], GREEDY)
+        wait_for(lambda: engine.stats()["nvme_write_budget_refused"] > 0)
+        stats = engine.stats()
+        assert stats["dram_pinned"] == stats["nvme_pinned"] == 0 and stats["nvme_writes"] <= 3

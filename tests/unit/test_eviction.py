@@ -111,7 +111,7 @@ def test_memory_is_bounded_however_long_it_runs(name: str) -> None:
 
 
 def entry_count(queue: EvictionQueue) -> int:
-    return sum(len(group.entries) for groups in queue._ranks.values() for group in groups.values())
+    return sum(len(group.entries) for groups in queue._order._ranks.values() for group in groups.values())
 
 
 @EVERY
@@ -181,6 +181,17 @@ class Recorder(SmallQueueFirst):
 
     def learn(self, left: int | None, idle_s: float, entered: int) -> None:
         self.lessons.append((left, idle_s, entered))
+
+
+@EVERY
+def test_a_prefix_of_low_priority_goes_after_what_others_have_built_on_it(name: str) -> None:
+    queue = EvictionQueue(POLICIES[name], 8)
+    chain, other = block_hashes(4), block_hashes(4, 1)
+    request(queue, chain[:2], 1.0, priority=-5)
+    request(queue, other[:2], 2.0, priority=-5)
+    request(queue, chain, 3.0)
+    assert queue.pop(6) == [other[1], other[0], chain[3], chain[2], chain[1], chain[0]]
+    assert len(queue) == 0
 
 
 def test_a_policy_is_told_of_each_use_once_with_the_time_since_the_last_one() -> None:

@@ -8,6 +8,7 @@ import random
 import pytest
 
 from kvtier.record import Record, tenant_digest
+from kvtier.tiers.checksum import slice_sums
 from kvtier.tiers.header import (
     HEADER_BYTES,
     SLICES_MAX,
@@ -16,7 +17,6 @@ from kvtier.tiers.header import (
     check_row,
     pack_header,
     parse_header,
-    slice_sums,
 )
 from tests.rows import LAYOUT, NAMESPACE, aligned, block_hashes, filled
 
@@ -28,7 +28,7 @@ def written(block_hash: bytes = HASH, slot: int = 5, generation: int = 9) -> tup
     """A header, its row and their record."""
     row, page = filled(block_hash), aligned(HEADER_BYTES)
     sums = slice_sums(row, FORM.slice_bytes)
-    record = Record(block_hash, slot, generation, 3, sums, -2, 77, tenant_digest("someone"))
+    record = Record(block_hash, slot, generation, 3, sums, -2, 77, tenant_digest("someone"), pinned=True)
     pack_header(page, record, FORM)
     return page, row, record
 
@@ -37,6 +37,23 @@ def test_a_header_parses_to_what_was_packed() -> None:
     page, row, record = written()
     assert parse_header(page) == (record, FORM)
     assert check_row(page, row, record, FORM) is Verdict.GOOD
+    assert check_row(page, row, record, FORM, bytes(len(record.sums))) is Verdict.SUMS, "sums that were taken count"
+
+
+def test_what_a_row_was_raised_to_since_it_was_written_makes_it_no_other_row() -> None:
+    page, row, record = written()
+    for raised in (record._replace(priority=0), record._replace(expiry_s=0), record._replace(pinned=False)):
+        assert check_row(page, row, raised, FORM) is Verdict.GOOD
+
+
+@pytest.mark.parametrize(
+    "change", [{"priority": 101}, {"priority": -101}, {"expiry_s": 1 << 40}, {"generation": 1 << 62}]
+)
+def test_a_header_with_impossible_numbers_is_none(change: dict[str, int]) -> None:
+    page, row, record = written()
+    bad = record._replace(**change)  # type: ignore[arg-type]
+    pack_header(page, bad, FORM)
+    assert parse_header(page) is None and check_row(page, row, bad, FORM) is Verdict.HEADER
 
 
 def test_packing_leaves_nothing_of_what_the_page_held_before() -> None:
@@ -90,8 +107,6 @@ def test_swapped_slices_and_torn_rows_are_caught() -> None:
         {"slot": 6},
         {"generation": 10},
         {"depth": 4},
-        {"priority": 0},
-        {"expiry_s": 0},
         {"tenant": tenant_digest("someone else")},
         {"sums": bytes(24)},
     ],

@@ -10,6 +10,7 @@ from tiny import EOS_TOKEN_ID, make_checkpoint
 
 from kvtier.assembly import Parts, assemble
 from kvtier.config import EngineConfig
+from kvtier.device import make_device
 from kvtier.errors import InvalidRequest
 from kvtier.intake import Intake
 from kvtier.metrics import Metrics
@@ -21,7 +22,7 @@ BLOCK, HBM_BLOCKS = 16, 10
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory: pytest.TempPathFactory) -> Parts:
-    return assemble(config(tmp_path_factory.mktemp("tiny")), Metrics(), lambda: None)
+    return assemble(config(tmp_path_factory.mktemp("tiny")), Metrics(), lambda: None, None, make_device("cpu"))
 
 
 def config(folder: Path) -> EngineConfig:

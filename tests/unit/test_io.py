@@ -4,30 +4,52 @@ from __future__ import annotations
 
 import errno
 import os
+import random
+import signal
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from kvtier.io.base import IoRequest, IoResult, Operation
-from kvtier.io.faulty import Call, Effect, Fault, FaultyCalls, seeded_faults
-from kvtier.io.threads import INTERRUPTS_MAX, ThreadsEngine
-from tests.rows import Bell, aligned
+from kvtier.io.base import (
+    INTERRUPTS_MAX,
+    IoEngine,
+    IoRequest,
+    IoResult,
+    KernelCalls,
+    Move,
+    Operation,
+    SliceSums,
+    SystemCalls,
+    uninterrupted,
+    write_all,
+)
+from kvtier.io.faulty import Call, Effect, Fault, FaultyCalls, FaultyRing, seeded_faults
+from kvtier.io.threads import ThreadsEngine
+from kvtier.io.unsynced import UnsyncedCalls
+from kvtier.io.uring import UringEngine
+from kvtier.tiers.checksum import slice_sums
+from tests.rows import Bell, aligned, need_uring
 
 PAGE = 4096
+
+MakeEngine = Callable[[int, int, Callable[[], None], SystemCalls], IoEngine]
 
 
 class Bench:
     """A file of 16 distinct pages, an engine with a fault seam, and a way to wait for results."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, make: MakeEngine) -> None:
+        self.make = make
         self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         os.pwrite(self.descriptor, b"".join(bytes([number]) * PAGE for number in range(1, 17)), 0)
         self.calls = FaultyCalls()
         self.bell = Bell()
-        self.engine = ThreadsEngine(2, 2, 8, self.bell, self.calls)
+        self.engine = make(2, 8, self.bell, self.calls)
 
     def request(self, operation: Operation, page: int, buffers: list[memoryview], tag: int = 0) -> IoRequest:
         return IoRequest(operation, self.descriptor, page * PAGE, tuple(buffers), tag)
@@ -47,9 +69,26 @@ class Bench:
         return self.results(1)[request.tag]
 
 
+def make_threads(at_once: int, queue_max: int, wake: Callable[[], None], calls: SystemCalls) -> IoEngine:
+    return ThreadsEngine(at_once, at_once, queue_max, wake, calls)
+
+
+def make_uring(at_once: int, queue_max: int, wake: Callable[[], None], calls: SystemCalls) -> IoEngine:
+    return UringEngine(calls, at_once, at_once, queue_max, wake)
+
+
+@pytest.fixture(params=[make_threads, make_uring], ids=["threads", "uring"])
+def make(request: pytest.FixtureRequest) -> MakeEngine:
+    """Makes an engine with so many calls at once for reads and for writes."""
+    if request.param is make_uring:
+        need_uring()
+    chosen: MakeEngine = request.param
+    return chosen
+
+
 @pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    made = Bench(tmp_path / "file")
+def bench(tmp_path: Path, make: MakeEngine) -> Iterator[Bench]:
+    made = Bench(tmp_path / "file", make)
     yield made
     made.calls.release()
     assert made.engine.close(10.0) == 0
@@ -116,13 +155,25 @@ def test_short_and_interrupted_calls_are_continued_on_aligned_boundaries(bench: 
 def test_a_call_that_stopped_off_a_page_is_continued_from_its_start(bench: Bench) -> None:
     class Watching(FaultyCalls):
         def preadv(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
-            offsets.append(offset)
-            assert all(buffer.nbytes % PAGE == 0 for buffer in buffers)
+            note(offset, buffers)
             return super().preadv(descriptor, buffers, offset)
+
+        def ring(self, depth: int) -> FaultyRing:
+            return WatchingRing(self, KernelCalls().ring(depth), depth)
+
+    class WatchingRing(FaultyRing):
+        def push(self, moves: list[Move]) -> None:
+            for move in moves:
+                note(move.offset, move.buffers)
+            super().push(moves)
+
+    def note(offset: int, buffers: Sequence[memoryview]) -> None:
+        offsets.append(offset)
+        assert all(buffer.nbytes % PAGE == 0 for buffer in buffers)
 
     offsets: list[int] = []
     calls = Watching([Fault(Call.READ, 1, Effect.SHORT, PAGE + 700), Fault(Call.READ, 2, Effect.SHORT, 701)])
-    engine = ThreadsEngine(1, 1, 1, bench.bell, calls)
+    engine = bench.make(1, 1, bench.bell, calls)
     engine.submit([bench.request(Operation.READ, 2, [aligned(4 * PAGE)])])
     assert engine.close(10.0) == 0
     assert [result.moved_bytes for result in engine.poll()] == [4 * PAGE]
@@ -170,7 +221,7 @@ def test_queues_are_bounded_and_say_how_much_room_there_is(bench: Bench) -> None
 
 def test_wake_is_called_from_a_worker_when_something_has_ended(bench: Bench) -> None:
     callers: list[int] = []
-    engine = ThreadsEngine(1, 1, 4, lambda: callers.append(threading.get_ident()))
+    engine = bench.make(1, 4, lambda: callers.append(threading.get_ident()), KernelCalls())
     engine.submit([bench.request(Operation.READ, 0, [aligned(PAGE)])])
     assert engine.close(10.0) == 0
     assert len(engine.poll()) == 1 and len(callers) == 1 and callers[0] != threading.get_ident()
@@ -221,3 +272,242 @@ def test_cancelling_ends_what_has_not_started_and_nothing_else(bench: Bench) -> 
     assert bench.engine.in_flight == 2
     bench.calls.release()
     assert {*cancelled, *bench.results(2)} == set(range(5))
+
+
+def test_what_prepare_raises_comes_out_of_poll(bench: Bench) -> None:
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    bench.engine.submit([IoRequest(Operation.WRITE, bench.descriptor, 0, (aligned(PAGE),), 1, prepare=fail)])
+    with pytest.raises(ZeroDivisionError):
+        bench.results(1)
+    assert bench.engine.in_flight == 0 and os.pread(bench.descriptor, 1, 0) == b"\1"
+
+
+def test_many_more_requests_than_the_kernel_gets_at_once_all_move_the_right_bytes(bench: Bench) -> None:
+    engine = bench.make(3, 400, bench.bell, KernelCalls())
+    targets = [aligned(PAGE) for _ in range(400)]
+    requests = [
+        IoRequest(Operation.READ, bench.descriptor, number % 16 * PAGE, (target,), number)
+        for number, target in enumerate(targets)
+    ]
+    assert engine.submit(requests) == 400
+    assert engine.close(10.0) == 0
+    results = engine.poll()
+    assert sorted(result.tag for result in results) == list(range(400))
+    assert all(result.moved_bytes == PAGE and result.error_number is None for result in results)
+    assert all(bytes(target) == bytes([number % 16 + 1]) * PAGE for number, target in enumerate(targets))
+
+
+def test_a_closed_engine_leaves_no_descriptor_and_no_thread(bench: Bench) -> None:
+    descriptors, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    for _ in range(3):
+        engine = bench.make(2, 8, bench.bell, KernelCalls())
+        engine.submit([bench.request(Operation.READ, 0, [aligned(PAGE)])])
+        assert engine.close(10.0) == 0
+    end = time.monotonic() + 20
+    while threading.active_count() > threads:
+        assert time.monotonic() < end
+    assert len(os.listdir("/proc/self/fd")) <= descriptors, "fewer: another test's engine has only now come to its end"
+
+
+def test_errors_of_the_kernel_come_back_with_their_number(bench: Bench) -> None:
+    write_only = os.open(f"/proc/self/fd/{bench.descriptor}", os.O_WRONLY)
+    result = bench.run(IoRequest(Operation.READ, write_only, 0, (aligned(PAGE),), 3))
+    assert (result.moved_bytes, result.error_number) == (0, errno.EBADF)
+    os.close(write_only)
+
+
+# ---- what was not synced ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pages(tmp_path: Path) -> Iterator[tuple[Path, int]]:
+    """A file of four pages 'a' to 'd'."""
+    path = tmp_path / "file"
+    path.write_bytes(b"".join(letter * PAGE for letter in (b"a", b"b", b"c", b"d")))
+    descriptor = os.open(path, os.O_RDWR)
+    yield path, descriptor
+    os.close(descriptor)
+
+
+def test_a_power_cut_takes_back_what_was_written_since_the_last_sync(pages: tuple[Path, int]) -> None:
+    path, descriptor = pages
+    calls = UnsyncedCalls()
+    calls.pwritev(descriptor, [memoryview(b"1" * PAGE)], 0)
+    calls.fdatasync(descriptor)
+    calls.pwritev(descriptor, [memoryview(b"2" * (2 * PAGE))], 0)
+    calls.pwritev(descriptor, [memoryview(b"3" * (2 * PAGE))], 3 * PAGE)
+    page = bytearray(PAGE)
+    assert calls.preadv(descriptor, [memoryview(page)], 0) == PAGE and bytes(page) == b"2" * PAGE
+    assert calls.cut() == 4
+    assert path.read_bytes() == b"1" * PAGE + b"b" * PAGE + b"c" * PAGE + b"d" * PAGE
+    for call in (lambda: calls.pwritev(descriptor, [memoryview(page)], 0), lambda: calls.fdatasync(descriptor)):
+        with pytest.raises(OSError, match="power"):
+            call()
+
+
+def test_a_power_cut_may_keep_any_page_in_any_state_since_the_last_sync(pages: tuple[Path, int]) -> None:
+    path, descriptor = pages
+    before, seen = path.read_bytes(), set()
+    for seed in range(40):
+        os.pwrite(descriptor, before, 0)
+        calls = UnsyncedCalls()
+        calls.pwritev(descriptor, [memoryview(b"1" * (2 * PAGE))], 0)
+        calls.pwritev(descriptor, [memoryview(b"2" * PAGE)], 0)
+        calls.cut(seed)
+        seen.add(path.read_bytes()[: 2 * PAGE : PAGE])
+    assert seen == {first + second for first in (b"a", b"1", b"2") for second in (b"b", b"1")}
+
+
+def test_a_disk_that_lies_about_its_syncs_loses_all(pages: tuple[Path, int]) -> None:
+    path, descriptor = pages
+    before = path.read_bytes()
+    calls = UnsyncedCalls(syncs=False)
+    calls.pwritev(descriptor, [memoryview(b"1" * PAGE)], 0)
+    calls.fdatasync(descriptor)
+    calls.cut()
+    assert path.read_bytes() == before
+
+
+DOOMED = """
+import os, sys
+from kvtier.io.faulty import Call, Effect, Fault, FaultyCalls
+from kvtier.io.unsynced import UnsyncedCalls
+from kvtier.io.uring import UringEngine
+descriptor = os.open(sys.argv[1], os.O_RDWR)
+calls = FaultyCalls([Fault(Call.WRITE, 3, Effect(sys.argv[2]))], UnsyncedCalls())
+calls.pwritev(descriptor, [memoryview(b"0" * 4096)], 0)
+calls.fdatasync(descriptor)
+calls.pwritev(descriptor, [memoryview(b"1" * 4096)], 4096)
+calls.pwritev(descriptor, [memoryview(b"2" * 4096)], 8192)
+"""
+
+
+@pytest.mark.parametrize(("effect", "left"), [(Effect.KILL, [b"01cd"]), (Effect.DROP_UNSYNCED, [b"01cd", b"0bcd"])])
+def test_a_process_dies_at_the_call_that_the_script_says(
+    pages: tuple[Path, int], effect: Effect, left: list[bytes]
+) -> None:
+    path, _ = pages
+    child = subprocess.run([sys.executable, "-c", DOOMED, str(path), effect.value])
+    assert child.returncode == -signal.SIGKILL
+    assert path.read_bytes()[::PAGE] in left
+
+
+def test_interrupted_calls_are_made_again_and_not_for_ever() -> None:
+    faults = [Fault(Call.SYNC, nth, Effect.ERROR, errno.EINTR) for nth in range(1, INTERRUPTS_MAX)]
+    descriptor = os.memfd_create("synced")
+    calls = FaultyCalls(faults)
+    uninterrupted(calls.fdatasync, descriptor)
+    assert calls.count(Call.SYNC) == INTERRUPTS_MAX
+    calls.inject([Fault(Call.SYNC, 1, Effect.ERROR, errno.EINTR, sticky=True)])
+    with pytest.raises(InterruptedError):
+        uninterrupted(calls.fdatasync, descriptor)
+    os.close(descriptor)
+
+
+def test_a_whole_write_goes_on_after_short_and_interrupted_calls() -> None:
+    descriptor = os.memfd_create("written")
+    script = [Fault(Call.WRITE, 1, Effect.SHORT, 100), Fault(Call.WRITE, 2, Effect.ERROR, errno.EINTR)]
+    calls = FaultyCalls(script)
+    write_all(calls, descriptor, memoryview(bytes(range(256)) * 4), 8)
+    assert os.pread(descriptor, 2000, 8) == bytes(range(256)) * 4 and calls.count(Call.WRITE) == 3
+    calls.inject([Fault(Call.WRITE, 1, Effect.SHORT, 0, sticky=True)])
+    with pytest.raises(OSError, match="Input/output error"):
+        write_all(calls, descriptor, memoryview(b"more"), 0)
+    os.close(descriptor)
+
+
+def test_workers_that_could_not_be_started_are_started_later(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, make: MakeEngine
+) -> None:
+    start = threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", _no_more_threads)
+    engine = make(1, 8, lambda: None, KernelCalls())
+    descriptor = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT, 0o600)
+    request = IoRequest(Operation.WRITE, descriptor, 0, (aligned(PAGE),), 7)
+    assert engine.room(Operation.WRITE) == engine.room(Operation.READ) == 0 and engine.submit([request]) == 0
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert engine.room(Operation.WRITE) == 8 and engine.submit([request]) == 1
+    assert engine.close(10.0) == 0 and [result.tag for result in engine.poll()] == [7]
+    os.close(descriptor)
+
+
+def _no_more_threads(_thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+# ---- io_uring alone --------------------------------------------------------------------------------------------------
+
+
+def test_a_ring_gives_the_sums_of_the_last_buffer_or_none_where_it_came_in_pieces(tmp_path: Path) -> None:
+    need_uring()
+    content = random.Random(5).randbytes(4 * PAGE)
+    (tmp_path / "file").write_bytes(content)
+    descriptor = os.open(tmp_path / "file", os.O_RDWR)
+    wanted = slice_sums(memoryview(content)[PAGE:], PAGE)
+    row, bell, seen = aligned(3 * PAGE), Bell(), list[bytes]()
+    calls = FaultyCalls()
+    engine = UringEngine(calls, 2, 2, 8, bell, PAGE)
+
+    def run(operation: Operation, prepares: bool) -> IoResult:
+        sums = SliceSums()
+        note = lambda: seen.append(sums.taken)  # noqa: E731
+        rides = {"prepare": note} if prepares else {"then": note}
+        engine.submit([IoRequest(operation, descriptor, 0, (aligned(PAGE), row), 1, **rides, sums=sums)])
+        while not (results := engine.poll()):
+            bell.wait(1.0)
+        return results[0]
+
+    assert run(Operation.READ, False).moved_bytes == 4 * PAGE and bytes(row) == content[PAGE:]
+    calls.inject([Fault(Call.READ, 2, Effect.SHORT, 3 * PAGE)])
+    assert run(Operation.READ, False).moved_bytes == 4 * PAGE
+    assert run(Operation.WRITE, True).moved_bytes == 4 * PAGE
+    assert seen == [wanted, b"", wanted]
+    assert engine.close(10.0) == 0
+    os.close(descriptor)
+
+
+FORKED = """
+import os, sys, threading
+from kvtier.io.base import IoRequest, KernelCalls, Operation
+from kvtier.io.uring import UringEngine
+descriptor = os.open(sys.argv[1], os.O_RDONLY)
+ended = threading.Event()
+engine = UringEngine(KernelCalls(), 4, 4, 8, ended.set)
+rings = [number for number in range(100) if os.path.exists(f"/proc/self/fd/{number}")]
+rings = [number for number in rings if "anon_inode" in os.readlink(f"/proc/self/fd/{number}")]
+assert len(rings) == 6, rings
+page = memoryview(bytearray(4096))
+read = IoRequest(Operation.READ, descriptor, 0, (page,), 1)
+child = os.fork()
+if child == 0:
+    left = [number for number in rings if os.path.exists(f"/proc/self/fd/{number}")]
+    taken = engine.submit([read])
+    os._exit(1 if left or taken or engine.room(Operation.READ) or engine.close(1.0) else 0)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+assert engine.submit([read]) == 1 and ended.wait(20)
+assert engine.poll()[0].moved_bytes == 4096 and engine.close(10.0) == 0
+"""
+
+
+def test_a_forked_child_has_no_ring_and_the_parents_goes_on(tmp_path: Path) -> None:
+    need_uring()
+    (tmp_path / "file").write_bytes(b"x" * PAGE)
+    subprocess.run([sys.executable, "-c", FORKED, str(tmp_path / "file")], check=True, timeout=60)
+
+
+def test_what_an_engine_dropped_while_it_moves_bytes_was_given_stays_until_they_have_moved(tmp_path: Path) -> None:
+    need_uring()
+    calls = FaultyCalls([Fault(Call.READ, 1, Effect.HANG)])
+    (tmp_path / "file").write_bytes(b"x" * PAGE)
+    descriptor = os.open(tmp_path / "file", os.O_RDONLY)
+    rung = threading.Event()
+    target = aligned(PAGE)
+    engine = UringEngine(calls, 1, 1, 1, rung.set)
+    engine.submit([IoRequest(Operation.READ, descriptor, 0, (target,), 1)])
+    assert engine.close(0.0) == 1
+    del engine
+    calls.release()
+    assert rung.wait(20) and bytes(target) == b"x" * PAGE
+    os.close(descriptor)

@@ -15,13 +15,18 @@ from kvtier.keeper.ledger import Ledger
 from kvtier.keeper.mirror import Mirror
 from kvtier.keeper.slot_table import NOBODY, SlotTable
 from kvtier.keeper.wire import Gone
-from kvtier.record import NO_TENANT, Grant, Record
+from kvtier.record import NO_TENANT, Grant, Record, tenant_digest
+from kvtier.retention import Retention
+from kvtier.terms import SlotLimits
 from kvtier.tiers.header import MAGIC
 from kvtier.tiers.slab import Slab, make_dram_slab
+from kvtier.write_budget import WriteBudget
 from tests.rows import LAYOUT, SLOT_BYTES, block_hashes
 
 SLOTS = 16
 HASHES = block_hashes(60)
+TENANT = tenant_digest("someone")
+RETAINING = ("retain", "unpin", "expire")
 
 
 @pytest.fixture
@@ -31,8 +36,8 @@ def slab() -> Iterator[Slab]:
     made.close()
 
 
-def fresh(slab: Slab, table: SlotTable | None = None) -> Ledger:
-    ledger = Ledger(0, slab, LAYOUT.layers, table or SlotTable.make(SLOTS), None, 0, LeastRecentlyUsed)
+def fresh(slab: Slab, table: SlotTable | None = None, limits: SlotLimits | None = None) -> Ledger:
+    ledger = Ledger(0, slab, LAYOUT.layers, table or SlotTable.make(SLOTS), None, 0, LeastRecentlyUsed, limits)
     if table is None:
         ledger.restore([], [], 0.0)
     return ledger
@@ -102,6 +107,18 @@ def test_a_publication_with_a_lease_cannot_be_evicted_in_between(slab: Slab) -> 
     ledger.check()
 
 
+def test_rows_are_granted_all_or_none_and_nothing_goes_for_those_that_are_not(slab: Slab) -> None:
+    ledger = fresh(slab, limits=SlotLimits(SLOTS, 4))
+    records = put(ledger, 0, range(10))
+    ledger.acquire(1, [(records[0].slot, records[0].generation)])
+    assert ledger.reserve(1, 5, NO_TENANT, least=SLOTS) == [] and ledger.evictions == 0
+    assert ledger.reserve(1, 3, TENANT, least=5) == [] and ledger.evictions == 0 and len(ledger) == 10
+    assert len(ledger.reserve(1, 3, TENANT, least=4)) == 3
+    assert len(ledger.reserve(1, 5, NO_TENANT, least=12)) == 5 and len(ledger) == 8
+    assert len(ledger.reserve(1, 9, NO_TENANT, least=1)) == 7, "fewer than that will do"
+    ledger.check()
+
+
 def test_who_joins_keeps_what_it_names_and_nothing_else(slab: Slab) -> None:
     ledger = fresh(slab)
     grants = ledger.reserve(1, 4, NO_TENANT)
@@ -124,6 +141,34 @@ def test_a_granted_slots_header_is_gone_before_the_grant_is_known(slab: Slab) ->
         assert slab.mapping[slab.offset(slot) : slab.offset(slot) + len(MAGIC)] == bytes(len(MAGIC))
 
 
+def test_what_the_write_budget_gave_for_nothing_comes_back(slab: Slab) -> None:
+    budget = WriteBudget(6 * SLOT_BYTES, SLOT_BYTES, 0.0)
+    table = SlotTable.make(SLOTS)
+    ledger = Ledger(1, slab, LAYOUT.layers, table, None, 0, LeastRecentlyUsed, None, budget)
+    ledger.restore([], [], 0.0)
+    grants = ledger.reserve(0, 8, NO_TENANT)
+    assert len(grants) == 6 and ledger.numbers().counts.write_budget_refused == 2
+    ledger.abandon(0, grants[:2])
+    assert ledger.reserve(0, 1, NO_TENANT) == [], "they may have been written to"
+    ledger.abandon(1, grants[2:4], unused=True)
+    assert ledger.reserve(0, 1, NO_TENANT) == [], "not by who does not have them"
+    ledger.abandon(0, [*grants[2:4], *grants[2:4]], unused=True)
+    assert len(ledger.reserve(0, 8, NO_TENANT)) == 2, "each once"
+    ledger.expire(25 * 3600.0)
+    assert len(ledger.reserve(0, 4, NO_TENANT)) == 4
+    ledger.check()
+
+
+def test_a_table_with_impossible_numbers_is_refused() -> None:
+    for priority, expiry_s, pinned in ((101, 0, 0), (0, 1 << 40, 0), (0, 0, 2)):
+        table = SlotTable.make(SLOTS)
+        table.put(3, 1, 0, SlotState.READY, NOBODY, NO_TENANT, priority, expiry_s, bool(pinned))
+        if pinned:
+            table._map[3 * 48 + 27] = pinned
+        with pytest.raises(ShelfError):
+            list(table.entries())
+
+
 def test_a_table_must_be_memory_of_the_right_length_that_cannot_shrink(slab: Slab) -> None:
     loose = os.memfd_create("loose", os.MFD_ALLOW_SEALING)
     os.ftruncate(loose, SLOTS * 40)
@@ -140,22 +185,27 @@ def test_a_table_must_be_memory_of_the_right_length_that_cannot_shrink(slab: Sla
 @pytest.mark.parametrize("seed", range(6))
 def test_random_operations_keep_books_table_and_mirror_in_step_and_survive_takeovers(slab: Slab, seed: int) -> None:
     chance = random.Random(seed)
-    ledger, mirror = fresh(slab), Mirror(SLOTS)
+    limits = SlotLimits(pins_max=3, tenant_max=5)
+    ledger, mirror = fresh(slab, limits=limits), Mirror(SLOTS)
+    as_written: dict[int, Record] = {}
     granted: dict[int, list[Grant]] = {owner: [] for owner in range(4)}
     leased: dict[int, set[tuple[int, int]]] = {owner: set() for owner in range(4)}
-    published = taken_over = 0
+    published = taken_over = pinned = expired = 0
     for step in range(400):
         owner, now = chance.randrange(4), float(step)
         action = chance.choice(
-            ["reserve", "publish", "publish", "abandon", "drop", "acquire", "release", "forget", "over"]
+            ["reserve", "publish", "publish", "abandon", "drop", "acquire", "release", "forget", "over", *RETAINING]
         )
         if action == "reserve":
-            granted[owner] += ledger.reserve(owner, chance.randrange(1, 6), NO_TENANT)
+            granted[owner] += ledger.reserve(owner, chance.randrange(1, 6), chance.choice([NO_TENANT, TENANT]))
         elif action == "publish" and granted[owner]:
             grant = granted[owner].pop(chance.randrange(len(granted[owner])))
             number = chance.randrange(len(HASHES))
             known = any(one.block_hash == HASHES[number] for one in ledger.records())
-            (outcome,) = ledger.publish(owner, [record(grant, number)], False, now)
+            asks = {"priority": chance.randrange(3), "expiry_s": chance.choice([0, step + 10, step + 10])}
+            row = record(grant, number)._replace(pinned=chance.random() < 0.2, **asks)
+            as_written[grant.slot] = row
+            (outcome,) = ledger.publish(owner, [row], False, now)
             assert outcome is (PublishOutcome.DUPLICATE if known else PublishOutcome.PUBLISHED)
             published += not known
         elif action == "abandon" and granted[owner]:
@@ -172,12 +222,25 @@ def test_random_operations_keep_books_table_and_mirror_in_step_and_survive_takeo
             ledger.forget(owner)
             granted[owner], leased[owner] = [], set()
         elif action == "over" and chance.random() < 0.3:
-            records, table = ledger.records(), ledger.table
+            before, table = ledger.records(), ledger.table
+            records = [as_written[one.slot]._replace(tenant=one.tenant) for one in before]
             again = SlotTable(os.dup(table.descriptor), SLOTS, writable=True)
             entries = list(again.entries())
-            ledger = Ledger(0, slab, LAYOUT.layers, again, None, 10_000 * step, LeastRecentlyUsed)
+            ledger = Ledger(0, slab, LAYOUT.layers, again, None, 10_000 * step, LeastRecentlyUsed, limits)
             ledger.restore(records, entries, now)
+            assert sorted(ledger.records()) == sorted(before), "what rows were raised to is lost"
             taken_over += 1
+        elif action == "retain":
+            asked = Retention(chance.randrange(-1, 5), step + 20, chance.random() < 0.5)
+            ledger.retain(chance.sample(HASHES, 20), asked)
+        elif action == "unpin":
+            ledger.unpin(chance.sample(HASHES, 10))
+        elif action == "expire":
+            here = ledger.records()
+            ledger.expire(step)
+            gone = [one for one in here if 0 < one.expiry_s <= step]
+            assert sorted(ledger.records()) == sorted(one for one in here if one not in gone)
+            expired += len(gone)
         for change in ledger.take_changes():
             if isinstance(change, Gone):
                 mirror.remove(change.slots)
@@ -188,8 +251,11 @@ def test_random_operations_keep_books_table_and_mirror_in_step_and_survive_takeo
         assert {one.block_hash: one for one in ledger.records()} == {
             one.block_hash: one for one in mirror.oldest(SLOTS)
         }
+        pinned = max(pinned, sum(one.pinned for one in ledger.records()))
+        taken = [entry.tenant for entry in ledger.table.entries() if entry.state is not SlotState.FREE]
+        assert taken.count(TENANT) <= 5, "over the quota"
         held = sum(map(len, granted.values()))
         rows = {one[1:3] for one in ledger.records()}
         orphans = set().union(*leased.values()) - rows
         assert ledger.used_slots == held + len(rows) + len(orphans), action
-    assert published > 20 and taken_over > 3
+    assert published > 10 and taken_over > 2 and pinned > 1 and expired > 0

@@ -16,13 +16,13 @@ import msgspec
 import pytest
 
 from kvtier.cache_directory import CacheDirectory, layout_name
+from kvtier.keeper.fields import OWNERS_MAX, as_rows
+from kvtier.keeper.frames import Frames, frame
 from kvtier.keeper.owners import lock_byte, open_owners
-from kvtier.keeper.spawn import connect, interpreter
+from kvtier.keeper.spawn import connect, hang_up, interpreter
 from kvtier.keeper.wire import (
     ENGINE_DECODER,
-    OWNERS_MAX,
     PROTOCOL_VERSION,
-    Frames,
     Granted,
     Hello,
     Here,
@@ -35,8 +35,6 @@ from kvtier.keeper.wire import (
     ToEngine,
     ToKeeper,
     Welcome,
-    as_rows,
-    frame,
 )
 from kvtier.record import NO_TENANT, Grant, Record
 from tests.rows import LAYOUT, SLOT_BYTES
@@ -52,12 +50,17 @@ class Caller:
         assert link is not None
         self.link = link
         self.link.settimeout(20)
-        self._cache = cache
+        self.cache = cache
+        self.lock = -1
         self._frames = Frames(ENGINE_DECODER)
         self._messages: list[ToEngine] = []
 
     def say(self, message: ToKeeper) -> None:
         self.link.sendall(frame(message))
+
+    def say_with(self, message: ToKeeper, descriptors: Sequence[int]) -> None:
+        """Say it with descriptors, which stay ours."""
+        socket.send_fds(self.link, [frame(message)], list(descriptors))
 
     def hear(self) -> ToEngine | None:
         """The next message; None when the keeper has hung up."""
@@ -74,6 +77,10 @@ class Caller:
             self._messages += self._frames.feed(data)  # type: ignore[arg-type]
         return self._messages.pop(0)
 
+    def hang_up(self) -> None:
+        if self.link.fileno() >= 0:
+            hang_up(self.cache, self.link)
+
     def hear_the_end(self) -> bool:
         """Whether the keeper hangs up."""
         while self.hear() is not None:
@@ -85,7 +92,8 @@ class Caller:
         self.say(HELLO)
         welcome = self.hear()
         assert isinstance(welcome, Welcome), welcome
-        assert lock_byte(self._cache.hold(open_owners(self._cache.top)), welcome.owner)
+        self.lock = self.cache.hold(open_owners(self.cache.top))
+        assert lock_byte(self.lock, welcome.owner)
         self.say(Join([], []))
         return welcome.owner
 
@@ -125,7 +133,7 @@ def call(cache: CacheDirectory) -> Iterator[Callable[[], Caller]]:
 
     yield call_once
     for caller in callers:
-        caller.link.close()
+        caller.hang_up()
 
 
 def later() -> int:
@@ -236,7 +244,7 @@ def test_ten_thousand_messages_of_nonsense_cost_their_sender_its_line_and_nobody
             except OSError:
                 hung_up += 1
                 break
-        bad.link.close()
+        bad.hang_up()
     assert hung_up > 50
     assert good.reserve(8, later()) == 8, "the keeper goes on"
 
@@ -269,7 +277,7 @@ def test_asked_to_stop_the_keeper_leaves_when_nobody_is_there(cache: CacheDirect
     first.say(HELLO)
     welcome = first.hear()
     assert isinstance(welcome, Welcome)
-    first.link.close()
+    first.link.shutdown(socket.SHUT_RDWR)
     stopper = call()
     stopper.say(Stop(PROTOCOL_VERSION))
     assert stopper.hear() is None
@@ -285,7 +293,7 @@ def test_a_cache_directory_with_a_path_longer_than_an_address_is_served(tmp_path
     opened = CacheDirectory(tmp_path / ("long" * 40) / "cache", None)
     caller = Caller(opened)
     assert caller.join() == 0
-    caller.link.close()
+    caller.hang_up()
     opened.close()
 
 

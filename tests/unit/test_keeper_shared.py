@@ -14,9 +14,16 @@ import pytest
 from kvtier.block import KVLayout, Tier
 from kvtier.cache_directory import layout_name
 from kvtier.io.faulty import Call, Effect, Fault, FaultyCalls
+from kvtier.keeper.client import QUEUE_MAX
+from kvtier.keeper.desk import Desk
 from kvtier.keeper.opening import SharedShelves
+from kvtier.keeper.uses import CHAINS_MAX
+from kvtier.record import tenant_digest
+from kvtier.retention import Retention
 from kvtier.shelf import ShelfOutcome, WriteItem
-from kvtier.tiers.slab import SLAB_NAME, SUPERBLOCK_BYTES
+from kvtier.terms import STANDARD, Terms
+from kvtier.tiers.slab import SLAB_NAME
+from kvtier.tiers.superblock import SUPERBLOCK_BYTES
 from tests.rows import (
     IO,
     LAYOUT,
@@ -39,11 +46,18 @@ class Engine:
     """The shelves of one engine, and a user for each."""
 
     def __init__(
-        self, path: Path, dram_bytes: int, nvme_bytes: int, calls: FaultyCalls | None, layout: KVLayout
+        self,
+        path: Path,
+        dram_bytes: int,
+        nvme_bytes: int,
+        calls: FaultyCalls | None,
+        layout: KVLayout,
+        nvme_terms: Terms,
     ) -> None:
         self.bell = Bell()
+        budgets, terms = (dram_bytes, nvme_bytes), (STANDARD, nvme_terms)
         self.shared = SharedShelves(
-            layout, NAMESPACE, path, (dram_bytes, nvme_bytes), IO, self.bell, 0.3, "lru", calls=calls
+            layout, NAMESPACE, path, budgets, IO, self.bell, 0.3, "lru", terms=terms, calls=calls
         )
         self.users: dict[Tier, ShelfUser] = {}
 
@@ -102,8 +116,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
         calls: FaultyCalls | None = None,
         layout: KVLayout = LAYOUT,
         opened: bool = True,
+        nvme_terms: Terms = STANDARD,
     ) -> Engine:
-        engines.append(Engine(tmp_path / "cache", dram_bytes, nvme_bytes, calls, layout))
+        engines.append(Engine(tmp_path / "cache", dram_bytes, nvme_bytes, calls, layout, nvme_terms))
         assert not opened or engines[-1].open(), engines[-1].shared.refusal
         return engines[-1]
 
@@ -147,6 +162,34 @@ def test_a_copy_from_a_row_that_was_replaced_meanwhile_does_not_count(start: Sta
     assert not nvme.holds(HASHES[1]) and a.users[Tier.NVME].hits(HASHES[:1]) == 1
 
 
+def test_a_slot_whose_write_hangs_is_nobody_elses_though_its_engine_closes(start: Start) -> None:
+    calls = FaultyCalls()
+    a, b = start(calls=calls), start()
+    nvme = a.users[Tier.NVME].shelf
+    assert a.until(lambda: len(a.shared.books[Tier.NVME].held()) > 0)
+    before = calls.count(Call.WRITE)
+    calls.inject([Fault(Call.WRITE, before + 1, Effect.HANG, sticky=True)])
+    assert nvme.write([WriteItem(HASHES[0], 0, filled(HASHES[0]))], time.monotonic())[0] is not None
+    assert a.until(lambda: calls.count(Call.WRITE) > before)
+    for user in a.users.values():
+        user.shelf.close(0.05)
+    a.close()
+    left, mine = b.users[Tier.NVME].shelf, b.shared.books[Tier.NVME]
+    assert b.until(lambda: left.used_count == len(mine.held()) + 1), "all else is given back"
+    assert not b.until(lambda: left.used_count <= len(mine.held()), 0.6)
+    calls.release()
+
+
+def test_so_many_uses_at_once_do_not_overrun_the_line(start: Start) -> None:
+    engine = start()
+    books, line = engine.shared.books[Tier.DRAM], engine.shared.link.line
+    for _ in range(5 * CHAINS_MAX):
+        engine.users[Tier.DRAM].shelf.touch(HASHES[:1], time.monotonic())
+        engine.users[Tier.DRAM].shelf.touch([], time.monotonic())
+    assert 0 < len(books._uses) <= CHAINS_MAX < QUEUE_MAX // 2
+    assert engine.until(lambda: not books._uses) and engine.shared.link.line == line
+
+
 def test_a_mirror_that_lags_costs_a_miss_and_no_wrong_row(start: Start) -> None:
     a, b = start(16 * SLOT_BYTES), start(16 * SLOT_BYTES)
     a.write(Tier.DRAM, HASHES[:10])
@@ -187,7 +230,7 @@ def test_uses_by_one_engine_keep_rows_from_anothers_eviction(start: Start) -> No
 def test_tenants_are_told_apart(start: Start) -> None:
     a = start()
     shelf = a.users[Tier.DRAM].shelf
-    item = WriteItem(HASHES[0], 0, filled(HASHES[0]), tenant="someone")
+    item = WriteItem(HASHES[0], 0, filled(HASHES[0]), retention=Retention(tenant=tenant_digest("someone")))
     tickets: list[int | None] = [None]
     assert a.until(lambda: (tickets.__setitem__(0, shelf.write([item], 0.0)[0]) or tickets[0]) is not None)
     a.users[Tier.DRAM].finish(tickets)
@@ -249,3 +292,14 @@ def test_bytes_are_read_in_place_and_by_copy_alike(start: Start) -> None:
     shelf = a.users[Tier.DRAM].shelf
     (lease, _) = shelf.acquire(shelf.find(HASHES[:2]))
     assert lease is not None and bytes(shelf.view(lease)) == payload(HASHES[0])
+
+
+def test_engines_that_write_nothing_leave_a_small_write_budget_alone(start: Start, tmp_path: Path) -> None:
+    terms = Terms(write_bytes_day=100 * SLOT_BYTES)
+    for _ in range(2):
+        books = (engine := start(nvme_bytes=8 * NVME_BYTES, nvme_terms=terms)).shared.books[Tier.NVME]
+        assert engine.until(lambda books=books: len(books._stock) > 0)
+    with Desk(tmp_path / "cache") as desk:
+        nvme = desk.overview().layouts[0].tiers[1]
+    assert nvme.slots > 4 * 32 and nvme.written_bytes_max == 100 * SLOT_BYTES
+    assert nvme.written_bytes == 2 * SLOT_BYTES, "one slot in stock each"

@@ -2,33 +2,36 @@
 
 from __future__ import annotations
 
+import math
 import random
 import struct
 
 import msgspec
 import pytest
 
+from kvtier.keeper.fields import ROWS_MAX, pieces, row_pieces
+from kvtier.keeper.frames import FRAME_BYTES_MAX, Frames, WireError, frame
 from kvtier.keeper.wire import (
     ENGINE_DECODER,
-    FRAME_BYTES_MAX,
     KEEPER_DECODER,
-    ROWS_MAX,
     Abandon,
+    CountsSent,
     Drop,
-    Frames,
     Hello,
     Here,
+    Numbers,
     Publish,
     Reserve,
+    Retain,
     Snapshot,
     Touch,
-    WireError,
-    frame,
-    pieces,
+    Unpin,
 )
 from kvtier.record import NO_TENANT, Record
+from kvtier.terms import STANDARD
+from kvtier.tiers.header import SLICES_MAX, SUM_BYTES
 
-RECORD = Record(bytes(range(32)), 7, 9, 3, bytes(24), -2, 5, bytes(range(16)))
+RECORD = Record(bytes(range(32)), 7, 9, 3, bytes(24), -2, 5, bytes(range(16)), pinned=True)
 HELLO = Hello(1, "0" * 32, 12288, 4096, [1, 2], "lru")
 MESSAGES = [
     HELLO,
@@ -37,6 +40,8 @@ MESSAGES = [
     Abandon(0, [(1, 2), (3, 4)]),
     Drop(1, [(5, 6)]),
     Touch(0, 1.5, True, [bytes(32)]),
+    Retain(1, [bytes(32)], -100, 5, True),
+    Unpin(0, [bytes(32)]),
 ]
 
 
@@ -46,6 +51,8 @@ def test_messages_come_out_as_they_went_in_however_they_are_cut() -> None:
         frames = Frames(KEEPER_DECODER)
         got = [message for start in range(0, len(data), step) for message in frames.feed(data[start : start + step])]
         assert got == MESSAGES
+    (numbers,) = Frames(ENGINE_DECODER).feed(frame(Numbers(1, 3, CountsSent(1, 2, 3, 4, 5))))
+    assert numbers == Numbers(1, 3, CountsSent(1, 2, 3, 4, 5))
     (here,) = Frames(ENGINE_DECODER).feed(frame(Here(1, [RECORD])))
     assert isinstance(here, Here) and here.rows[0] == RECORD
 
@@ -67,6 +74,17 @@ def test_messages_come_out_as_they_went_in_however_they_are_cut() -> None:
         Touch(0, 1.5, True, [bytes(33)]),
         msgspec.structs.replace(HELLO, layout="../" * 10 + "ab"),
         msgspec.structs.replace(HELLO, budgets=[1]),
+        msgspec.structs.replace(HELLO, terms=[STANDARD]),
+        msgspec.structs.replace(HELLO, terms=[STANDARD, STANDARD._replace(pin_share=1.1)]),
+        msgspec.structs.replace(HELLO, terms=[STANDARD, STANDARD._replace(pin_share=math.nan)]),
+        msgspec.structs.replace(HELLO, terms=[STANDARD, STANDARD._replace(tenant_bytes=-1)]),
+        msgspec.structs.replace(HELLO, terms=[STANDARD, STANDARD._replace(write_bytes_day=1 << 51)]),
+        Publish(1, 0, [RECORD._replace(priority=101)], 10),
+        Publish(1, 0, [RECORD._replace(expiry_s=1 << 40)], 10),
+        Retain(0, [bytes(32)], 101, 0, False),
+        Retain(0, [bytes(32)], 0, -1, False),
+        Retain(0, [bytes(31)], 0, 0, True),
+        Unpin(1, [bytes(32)] * (ROWS_MAX + 1)),
         msgspec.structs.replace(HELLO, owner=64),
     ],
     ids=lambda message: type(message).__name__,
@@ -113,3 +131,13 @@ def test_ten_thousand_random_frames_raise_nothing_else() -> None:
 
 def test_pieces_are_bounded_and_whole() -> None:
     assert list(pieces(range(5), 2)) == [[0, 1], [2, 3], [4]] and list(pieces([], 2)) == []
+
+
+@pytest.mark.parametrize("slices", [1, 30, 126, SLICES_MAX])
+def test_rows_of_any_model_fit_the_frames_that_they_are_sent_in(slices: int) -> None:
+    largest = (1 << 32) - 1, (1 << 62) - 1, (1 << 32) - 1, bytes(SUM_BYTES * slices), -100, (1 << 40) - 1
+    rows = [Record(number.to_bytes(32, "big"), *largest, bytes(16), True) for number in range(ROWS_MAX + 1)]
+    sent = [frame(Here(1, piece)) for piece in row_pieces(rows)]
+    got = [row for data in sent for here in Frames(ENGINE_DECODER).feed(data) for row in here.rows]  # type: ignore[union-attr]
+    assert got == rows and len(sent) <= 2 + len(b"".join(sent)) // (FRAME_BYTES_MAX // 2)
+    assert list(row_pieces([])) == []

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 from fakes import LAYOUT, FakeModel, SteppedTiers, chain_hashes, make_sequence
 
+from kvtier.bell import Bell
 from kvtier.block import Tier
 from kvtier.demotion import NvmePolicy
 from kvtier.errors import Unavailable
 from kvtier.io.base import Operation
-from kvtier.loop import Bell, EngineLoop
+from kvtier.loop import EngineLoop
 from kvtier.models.config import GenerationDefaults
 from kvtier.outbox import Mailbox, Outbox
 from kvtier.request import FinishReason, SamplingParams, TokenEvent
@@ -168,6 +169,29 @@ def test_closing_ends_a_drain_that_waits(tmp_path: Path) -> None:
     assert drain.done.is_set()
     with pytest.raises(Unavailable):
         setup.loop.drain(Tier.HBM)
+
+
+def test_closing_ends_the_thread_though_it_slept_over_a_request_that_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("IDLE_S", "WAIT_S"):
+        monkeypatch.setattr(f"kvtier.loop.{name}", 60.0)
+    setup, asleep = Setup(tmp_path), threading.Event()
+    inner = setup.bell.wait
+
+    def wait(timeout_s: float) -> None:
+        if setup.loop._live:
+            asleep.set()
+        inner(timeout_s)
+
+    monkeypatch.setattr(setup.bell, "wait", wait)
+    monkeypatch.setattr(setup.loop._scheduler, "schedule", lambda _now: [])  # it waits for something
+    setup.loop.start()
+    setup.loop.add(setup.sequence(1), 10)
+    assert asleep.wait(30)
+    assert setup.loop.close(30), "the engine thread sleeps on"
+    setup.outbox.close(30)
+    assert setup.events[1][-1].finish_reason is FinishReason.CANCELLED
 
 
 def test_gauges_follow_and_the_engine_is_up_only_while_it_takes_requests(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ def test_every_family_is_named_for_us_and_carries_its_unit() -> None:
         assert family.name.startswith("kvtier_")
         assert family.help
         assert family.name.endswith("_total") == (family.kind is Kind.COUNTER)
-        units = ("_total", "_blocks", "_bytes", "_requests", "_seconds", "_up")
+        units = ("_total", "_blocks", "_bytes", "_requests", "_seconds", "_up", "_ratio", "_per_second")
         assert family.name.endswith(units), family.name
         assert (family.kind is Kind.HISTOGRAM) == bool(family.buckets)
         assert list(family.buckets) == sorted(set(family.buckets))

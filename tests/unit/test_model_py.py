@@ -27,6 +27,7 @@ from tests.engines import CONTEXT, wait_for
 from tests.tiny import make_checkpoint
 
 MODEL_FILE = Path(__file__).parents[2] / "model_repository" / "smollm2" / "1" / "model.py"
+REPOSITORY = MODEL_FILE.parents[2]
 FINAL = 1
 USAGE = Usage(3, 2, Origin(computed=3), 0, 1, 0.1)
 
@@ -216,7 +217,8 @@ def test_a_batch_of_two_prompts_is_refused_and_one_is_answered(served: Any) -> N
     served.execute([prompts, good, stops])
     for refused, name in ((prompts, "input_ids"), (stops, "stop")):
         error = refused.sender.error()
-        assert (error.code, error.message) == ("INVALID_ARG", f"{name}: a request holds a batch of 1, got 2")
+        text = f"INVALID_ARGUMENT: {name}: a request holds a batch of 1, got 2"
+        assert (error.code, error.message) == ("INVALID_ARG", text)
     assert good.sender.done.wait(30)
     [response] = good.sender.responses
     assert response.error is None and response.tensors["output_ids"].shape == (1, 2)
@@ -234,8 +236,8 @@ def test_what_the_context_cannot_hold_is_refused_before_it_is_tokenized(
     text = FakeRequest(text_input=np.array([[b"x" * (longest + 1)]], dtype=np.object_))
     tokens = FakeRequest(input_ids=ids(1, CONTEXT + 1) % 250)
     served.execute([text, tokens])
-    assert text.sender.error().message == f"text_input: at most {longest} bytes, got {longest + 1}"
-    assert tokens.sender.error().message == f"input_ids: at most {CONTEXT} values, got {CONTEXT + 1}"
+    assert text.sender.error().message == f"INVALID_ARGUMENT: text_input: at most {longest} bytes, got {longest + 1}"
+    assert tokens.sender.error().message == f"INVALID_ARGUMENT: input_ids: at most {CONTEXT} values, got {CONTEXT + 1}"
     assert tokenized == []
 
 
@@ -243,16 +245,20 @@ def test_a_level_beyond_those_of_the_model_is_refused(served: Any) -> None:
     wrong = FakeRequest({"priority": 10**6}, input_ids=ids(1, 3))
     right = FakeRequest({"priority": 3}, input_ids=ids(1, 3), max_tokens=np.array([[1]], np.int32))
     served.execute([wrong, right])
-    assert wrong.sender.error().message == "priority: must be from 0 to 3, got 1000000"
+    assert wrong.sender.error().message == "INVALID_ARGUMENT: priority: must be from 0 to 3, got 1000000"
     assert right.sender.done.wait(30) and right.sender.responses[0].error is None
 
 
 @pytest.mark.parametrize(
-    ("error", "code"),
-    [(InvalidRequest("a"), "INVALID_ARG"), (Unavailable("b"), "UNAVAILABLE"), (KeyError("/a/path"), "INTERNAL")],
+    ("error", "code", "text"),
+    [
+        (InvalidRequest("a"), "INVALID_ARG", "INVALID_ARGUMENT: a"),
+        (Unavailable("b"), "UNAVAILABLE", "UNAVAILABLE: b"),
+        (KeyError("/a/path"), "INTERNAL", "INTERNAL: the server's log tells more"),
+    ],
 )
 def test_what_submit_raises_is_the_answer(
-    served: Any, monkeypatch: pytest.MonkeyPatch, error: Exception, code: str
+    served: Any, monkeypatch: pytest.MonkeyPatch, error: Exception, code: str, text: str
 ) -> None:
     def submit(*_: object) -> None:
         raise type(error)(*error.args)  # a new one: pytest keeps parameters, and so what their tracebacks hold
@@ -260,8 +266,8 @@ def test_what_submit_raises_is_the_answer(
     monkeypatch.setattr(served._engine, "submit", submit)
     request = FakeRequest(input_ids=ids(1, 3))
     served.execute([request])
-    assert request.sender.error().code == code
-    assert "/a/path" not in request.sender.error().message
+    answer = request.sender.error()
+    assert (answer.code, answer.message) == (code, text)
     assert request.sender.final_count == 1
 
 
@@ -281,13 +287,26 @@ def test_what_runs_at_the_end_is_answered_as_cancelled_once(model: Any, checkpoi
     assert MetricFamily.made["kvtier_engine_up"].value == 0
 
 
-def test_a_config_without_a_batcher_loads_and_has_no_levels(model: Any, checkpoint: Path, tmp_path: Path) -> None:
+def test_a_config_without_a_batcher_loads_and_has_the_levels_of_the_model(
+    model: Any, checkpoint: Path, tmp_path: Path
+) -> None:
     loaded = model.TritonPythonModel()
     loaded.initialize(arguments(tmp_path, checkpoint))
-    request = FakeRequest({"priority": 1}, input_ids=ids(1, 3))
-    loaded.execute([request])
-    assert request.sender.error().message == "priority: must be from 0 to 0, got 1"
+    wrong = FakeRequest({"priority": 4}, input_ids=ids(1, 3))
+    right = FakeRequest({"priority": 3}, input_ids=ids(1, 3), max_tokens=np.array([[1]], np.int32))
+    loaded.execute([wrong, right])
+    assert wrong.sender.error().message == "INVALID_ARGUMENT: priority: must be from 0 to 3, got 4"
+    assert right.sender.done.wait(60) and right.sender.responses
     loaded.finalize()
+
+
+def test_no_config_lets_the_server_batch_what_it_cannot_batch() -> None:
+    """With max_batch_size 0 the batcher of Triton 2.51 lets some of the requests of a burst wait for half a second."""
+    configs = [*REPOSITORY.rglob("*.pbtxt")]
+    assert len(configs) >= 2
+    for path in configs:
+        text = path.read_text()
+        assert ("max_batch_size: 0" in text) != ("\ndynamic_batching" in text), path
 
 
 def test_a_server_that_takes_no_metrics_fails_the_load(

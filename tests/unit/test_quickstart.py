@@ -19,6 +19,7 @@ from kvtier.cli.demonstration import FILLERS, OVERRIDES, PROMPT, STAGES, Run, fa
 from kvtier.cli.ledger import NOTE, QUESTION, ledger
 from kvtier.config import EngineConfig, parse_bytes
 from kvtier.serving import Ports
+from kvtier.serving.http import ControlClient
 from kvtier.tiers.header import HEADER_BYTES
 from kvtier.tokens import Tokenizer
 
@@ -127,6 +128,27 @@ def test_a_taken_port_is_reported_before_anything_is_done(
         arguments = [f"--http-port={port}", f"--grpc-port={free.grpc}", f"--metrics-port={free.metrics}"]
         assert quickstart.main(["--root", str(tmp_path), *arguments]) == 1
     assert str(port) in capsys.readouterr().out
+
+
+def test_an_interrupted_quickstart_stops_its_server_and_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    monkeypatch.setattr(quickstart, "serve_command", lambda *_: command)
+    monkeypatch.setattr(quickstart, "wait_ready", lambda *_: 0.0)
+    monkeypatch.setattr(ControlClient, "version", lambda _: "of a test")
+    settings = quickstart.parse([f"--root={tmp_path}"])
+    stopped: list[subprocess.Popen[bytes]] = []
+
+    def interrupted() -> None:
+        with quickstart.served(settings, ControlClient("localhost", 1, 1), Console(quiet=True)) as process:
+            assert (quickstart.folder_of(settings) / quickstart.LOG).exists() and process.poll() is None
+            stopped.append(process)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert stopped[0].returncode is not None and not quickstart.folder_of(settings).exists()
 
 
 @pytest.mark.parametrize("script", ["quickstart", "test", "check"])

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from kvtier.models.fields import Fields
 from kvtier.models.rope import DefaultRope, YarnRope, rope_from_fields, rope_table
@@ -52,6 +50,9 @@ def fields(parameters: dict[str, object], theta: float) -> Fields:
 @pytest.mark.parametrize("theta", [10_000.0, 1e6])
 @pytest.mark.parametrize("kind", KINDS)
 def test_table_agrees_with_transformers(kind: str, theta: float) -> None:
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
     config = LlamaConfig(
         hidden_size=4 * HEAD_DIM,
         num_attention_heads=4,

@@ -1,7 +1,13 @@
-"""Runner: one token for each part that samples, in order, and the same tokens however a prompt is cut into parts."""
+"""Runner: one token for each part that samples, in order, and the same tokens however a prompt is cut into parts.
+
+A pass that rests between layers has the bits of one that does not, though its rows lie elsewhere for each few layers.
+"""
 
 from __future__ import annotations
 
+import mmap
+
+import numpy as np
 import pytest
 import torch
 from fakes import make_sequence
@@ -16,6 +22,7 @@ from kvtier.runner import Runner
 from kvtier.sampler import SampleRow, SamplerState, resolve
 from kvtier.sequence import ScheduledSequence, Sequence
 from kvtier.tiers.hbm import HbmArena
+from kvtier.tiers.memory import address_of
 
 BLOCK = 16
 
@@ -56,3 +63,45 @@ def test_logits_are_fp32_rows_of_the_parts_that_sample(decoder: Decoder) -> None
     sequence = placed(arena, 1, 20, [2, 0])
     logits = Runner(decoder, greedy).logits([ScheduledSequence(sequence, 0, 20, True)])
     assert logits.shape == (1, 300) and logits.dtype == torch.float32
+
+
+def test_a_resting_pass_gives_the_same_token_as_one_that_runs_at_once(decoder: Decoder) -> None:
+    arena = HbmArena(decoder.layout, 2)
+    runner = Runner(decoder, greedy)
+    sequence = placed(arena, 1, 20, [1, 0])
+    part = ScheduledSequence(sequence, 0, 20, True)
+    [token] = runner.run([part])
+    resting = runner.begin(part)
+    none = np.zeros(0, np.int64)
+    for layer in range(decoder.layout.layers):
+        assert resting.layer == layer
+        runner.run_layers(resting, range(layer, layer + 1), none, none)
+    assert runner.end(resting) == [token]
+
+
+@pytest.mark.parametrize("group_layers", [1, 2, 3])
+def test_rows_may_lie_elsewhere_for_each_few_layers_and_logits_have_the_same_bits(
+    decoder: Decoder, group_layers: int
+) -> None:
+    layout = decoder.layout
+    arena = HbmArena(layout, 4)
+    runner = Runner(decoder, greedy)
+    sequence = placed(arena, 1, 50, [2, 0, 3, 1])
+    with torch.inference_mode():
+        runner.logits([ScheduledSequence(sequence, 0, 40, False)])
+        part = ScheduledSequence(sequence, 40, 10, True)
+        expected = runner.logits([part])
+        rows = [bytes(arena.view(slot)) for slot in (2, 0)]
+        for slot in (2, 0):
+            arena.view(slot)[:] = b"\xff" * layout.row_bytes  # NaN: whoever reads the old place is seen
+        resting = runner.begin(part)
+        for first in range(0, layout.layers, group_layers):
+            layers = range(first, min(first + group_layers, layout.layers))
+            staged = mmap.mmap(-1, 2 * len(layers) * layout.slice_bytes)
+            for place, row in enumerate(rows):
+                slices = row[layers.start * layout.slice_bytes : layers.stop * layout.slice_bytes]
+                staged[place * len(slices) : (place + 1) * len(slices)] = slices
+            step = len(layers) * layout.slice_bytes
+            addresses = address_of(staged) - layers.start * layout.slice_bytes + np.arange(2) * step
+            runner.run_layers(resting, layers, np.arange(2), addresses)
+        assert torch.equal(decoder.end(resting.hidden, resting.batch.logits_rows), expected)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,10 +16,27 @@ from kvtier.block import KVLayout, Tier
 from kvtier.cache_directory import layout_name
 from kvtier.errors import ConfigError, ShelfError
 from kvtier.io.faulty import Call, Effect, Fault, FaultyCalls
-from kvtier.shelf import ReadItem, ShelfDone, ShelfLimits, ShelfOperation, ShelfOutcome, WriteItem
+from kvtier.io.threads import ThreadsEngine
+from kvtier.io.uring import UringEngine
+from kvtier.record import tenant_digest
+from kvtier.retention import Retention
+from kvtier.shelf import DROP_REASONS, ReadItem, ShelfDone, ShelfLimits, ShelfOperation, ShelfOutcome, WriteItem
 from kvtier.shelves import open_dram_shelf
-from kvtier.tiers.header import slice_sums
-from tests.rows import IO, LAYOUT, NAMESPACE, ShelfUser, aligned, block_hashes, dram_user, filled, nvme_user, payload
+from kvtier.tiers.checksum import slice_sums
+from tests.rows import (
+    IO,
+    LAYOUT,
+    NAMESPACE,
+    ShelfUser,
+    aligned,
+    block_hashes,
+    directory_of,
+    dram_user,
+    filled,
+    need_uring,
+    nvme_user,
+    payload,
+)
 
 OTHER_LAYOUT = KVLayout(layers=5, kv_heads=1, head_dim=16, block_tokens=16, dtype="float32")
 NVME_BYTES_OF_12 = 12 * (4096 + LAYOUT.row_bytes) + 85_000
@@ -48,6 +68,15 @@ def outcomes(done: list[ShelfDone | None]) -> list[ShelfOutcome | None]:
     return [None if end is None else end.outcome for end in done]
 
 
+def spoil(user: ShelfUser, slot: int, place: int) -> None:
+    """Flip the bits of one byte of a slot behind the shelf's back."""
+    path = f"/proc/self/fd/{user.shelf._slab.descriptor}"
+    with open(path, "r+b", buffering=0) as file:
+        offset = user.shelf._slab.offset(slot) + place
+        [byte] = os.pread(file.fileno(), 1, offset)
+        os.pwrite(file.fileno(), bytes([byte ^ 0xFF]), offset)
+
+
 def test_what_was_written_is_found_and_read_to_the_last_byte(make: Make) -> None:
     user = make()
     assert user.shelf.find(HASHES[:10]) == [] and user.hits(HASHES) == 0
@@ -73,6 +102,65 @@ def test_what_is_there_or_under_way_is_not_written_again(make: Make) -> None:
     assert user.shelf.holds(HASHES[0]) and user.shelf.used_count == 1 and user.shelf.in_flight == 0
 
 
+def test_a_probe_that_finds_no_slot_is_made_as_soon_as_there_is_one(make: Make) -> None:
+    calls = FaultyCalls()
+    user = make(calls, ShelfLimits(16, pause_s=5.0))
+    user.write(HASHES[:11])
+    leases = [lease for lease in user.shelf.acquire(user.shelf.find(HASHES[:11])) if lease is not None]
+    calls.inject([Fault(Call.WRITE, 1, Effect.ERROR, errno.ENOSPC, sticky=True)])
+    assert outcomes(user.write(HASHES[11:12])) == [ShelfOutcome.NO_SPACE]
+    calls.inject([])
+    [grant] = directory_of(user.shelf).reserve(1)
+    item, probed_at = WriteItem(HASHES[11], 11, filled(HASHES[11])), user.now + 5.0
+    assert user.shelf.write([item], probed_at) == [None], "there is no slot for the probe"
+    directory_of(user.shelf).abandon([grant])
+    assert outcomes(user.finish(user.shelf.write([item], probed_at + 0.1))) == [ShelfOutcome.DONE]
+    user.shelf.release(leases)
+
+
+@pytest.mark.parametrize("lacking", ["kvtier-journal", "kvtier-file-watch"])
+def test_a_shelf_that_could_have_no_thread_leaves_its_directory_to_the_next_try(
+    lacking: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == lacking:
+            raise RuntimeError("can't start new thread")
+        begin(thread)
+
+    with monkeypatch.context() as crowded:
+        crowded.setattr(threading.Thread, "start", start)
+        with pytest.raises(ShelfError, match="no thread"):
+            nvme_user(tmp_path / "cache")
+    user = nvme_user(tmp_path / "cache")
+    assert outcomes(user.write(HASHES[:2])) == [ShelfOutcome.DONE] * 2
+    user.shelf.close(5.0)
+
+
+def test_another_thread_may_ask_for_numbers_while_more_are_counted() -> None:
+    shelf, asked = dram_user(12).shelf, 0
+
+    def count() -> None:
+        while asked < 3000:
+            shelf._counts.clear()
+            for reason in DROP_REASONS:
+                shelf.drop([], reason)
+
+    counting, interval_s = threading.Thread(target=count), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        counting.start()
+        while asked < 3000:
+            assert shelf.stats()["slots_total"] == 12
+            asked += 1
+    finally:
+        asked = 3000
+        counting.join()
+        sys.setswitchinterval(interval_s)
+    shelf.close(1.0)
+
+
 def test_when_the_breaker_opens_transfers_that_have_not_started_give_their_memory_back(make: Make) -> None:
     calls = FaultyCalls()
     user = make(calls, ShelfLimits(16, late_s=1.0, failures_max=2))
@@ -91,6 +179,27 @@ def test_when_the_breaker_opens_transfers_that_have_not_started_give_their_memor
     assert user.shelf.in_flight == IO.readers, "only what hangs in the kernel keeps its memory"
     calls.release()
     user.finish([ticket for ticket in tickets if ticket not in {end.ticket for end in ended}])
+
+
+def test_reads_that_have_not_begun_can_be_let_go_of_and_the_shelf_reads_on(make: Make) -> None:
+    calls = FaultyCalls()
+    user = make(calls, ShelfLimits(IO.readers + 2))
+    for block_hash in HASHES[:10]:
+        user.write([block_hash])
+    begun = calls.count(Call.READ)
+    calls.inject([Fault(Call.READ, begun + 1, Effect.HANG, sticky=True)])
+    records = user.shelf.find(HASHES[:10])
+    tickets = user.shelf.read([ReadItem(record, aligned(LAYOUT.row_bytes)) for record in records])
+    started = time.monotonic()
+    while calls.count(Call.READ) < begun + IO.readers:
+        assert time.monotonic() - started < 20
+    user.shelf.cancel_reads()
+    ended = {end.ticket: end.outcome for end in user.shelf.poll(user.now)}
+    assert ended == dict.fromkeys(tickets[IO.readers :], ShelfOutcome.REFUSED)
+    assert user.shelf.in_flight == IO.readers and user.shelf.stats()["breaker_openings"] == 0
+    calls.release()
+    assert outcomes(user.finish(tickets[: IO.readers])) == [ShelfOutcome.DONE] * IO.readers
+    assert outcomes(user.read(records)) == [ShelfOutcome.DONE] * 10
 
 
 def test_writes_in_flight_are_bounded_and_the_rest_is_refused(make: Make) -> None:
@@ -160,9 +269,39 @@ def test_a_read_that_loses_the_race_against_eviction_is_a_miss_and_no_damage(mak
     assert user.shelf.stats()["bad_row"] == 0 and user.hits(HASHES[20:32]) == 12, "nobody else's row was dropped"
 
 
+def test_slices_of_a_run_of_layers_come_alone_each_held_to_its_sum(make: Make) -> None:
+    user = make()
+    user.write(HASHES[:2])
+    first, second = user.shelf.find(HASHES[:2])
+    runs = [range(start, stop) for start in range(LAYOUT.layers) for stop in range(start + 1, LAYOUT.layers + 1)]
+    targets = [aligned(len(layers) * LAYOUT.slice_bytes) for layers in runs]
+    items = [ReadItem(second, target, layers) for target, layers in zip(targets, runs, strict=True)]
+    done = user.finish(user.shelf.read(items))
+    assert outcomes(done) == [ShelfOutcome.DONE] * len(runs)
+    for layers, target, end in zip(runs, targets, done, strict=True):
+        row = payload(HASHES[1])
+        assert bytes(target) == row[layers.start * LAYOUT.slice_bytes : layers.stop * LAYOUT.slice_bytes]
+        assert end is not None and end.moved_bytes == target.nbytes, "nothing else of the row moved"
+    spoil(user, first.slot, 4096 + LAYOUT.slice_bytes + 7)
+    ends = [user.read_slices(first, layers) for layers in (range(1), range(2, 3), range(1, 2))]
+    assert ends == [ShelfOutcome.DONE, ShelfOutcome.DONE, ShelfOutcome.BAD_ROW]
+    assert not user.shelf.holds(HASHES[0]) and user.shelf.stats()["bad_row"] == 1
+    assert user.read_slices(first, range(2)) is ShelfOutcome.STALE, "its record was dropped"
+
+
+def test_slices_of_a_row_that_was_evicted_meanwhile_are_a_miss_and_no_damage(make: Make) -> None:
+    user = make()
+    user.write(HASHES[:12])
+    [stale] = user.shelf.find(HASHES[11:12])
+    user.write(HASHES[20:21])
+    assert user.read_slices(stale, range(1, 3)) is ShelfOutcome.STALE
+    assert user.hits([*HASHES[:11], HASHES[20]]) == 12
+
+
 def test_priority_and_tenant_reach_the_record(make: Make) -> None:
     user = make()
-    user.finish(user.shelf.write([WriteItem(HASHES[0], 7, filled(HASHES[0]), None, 3, "someone")], user.now))
+    retention = Retention(priority=3, tenant=tenant_digest("someone"))
+    user.finish(user.shelf.write([WriteItem(HASHES[0], 7, filled(HASHES[0]), None, retention)], user.now))
     (record,) = user.shelf.find(HASHES[:1])
     assert (record.depth, record.priority) == (7, 3) and record.tenant != bytes(16)
     assert user.hits(HASHES[:1]) == 1
@@ -209,6 +348,42 @@ def test_wrong_sums_given_with_a_row_make_it_a_miss_later() -> None:
     user.write(HASHES[:1], sums=slice_sums(filled(HASHES[1]), LAYOUT.slice_bytes))
     assert outcomes(user.read(user.shelf.find(HASHES[:1]))) == [ShelfOutcome.BAD_ROW]
     assert user.shelf.find(HASHES[:1]) == [] and user.shelf.stats()["bad_row"] == 1
+    user.shelf.close(10.0)
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.ENOSYS, errno.ENOMEM], ids=["forbidden", "missing", "memory"])
+def test_where_io_uring_is_refused_threads_do_its_work_after_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, code: int
+) -> None:
+    calls = FaultyCalls([Fault(Call.SETUP, 1, Effect.ERROR, code, sticky=True)])
+    user = nvme_user(tmp_path / "cache", calls=calls)
+    assert isinstance(user.shelf._transfers._engine, ThreadsEngine) and calls.count(Call.SETUP) > 0
+    assert [entry.message for entry in caplog.records if "io_uring" in entry.message] == [
+        "io.engine: no io_uring here (injected), NVMe is read and written by threads"
+    ]
+    user.write(HASHES[:3])
+    assert user.hits(HASHES[:3]) == 3
+    user.shelf.close(10.0)
+
+
+@pytest.mark.parametrize(
+    ("engine", "direct", "chosen"),
+    [
+        ("auto", True, UringEngine),
+        ("auto", False, ThreadsEngine),
+        ("uring", False, UringEngine),
+        ("threads", True, ThreadsEngine),
+    ],
+)
+def test_the_configuration_and_the_file_say_what_moves_rows(
+    tmp_path: Path, engine: str, direct: bool, chosen: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need_uring()
+    monkeypatch.setattr("kvtier.tiers.slab.direct_io_alignment", lambda _: 4096 if direct else 0)
+    user = nvme_user(tmp_path / "cache", io=IO.model_copy(update={"engine": engine}))
+    assert user.shelf._slab.direct is direct and type(user.shelf._transfers._engine) is chosen
+    user.write(HASHES[:3])
+    assert user.hits(HASHES[:3]) == 3
     user.shelf.close(10.0)
 
 
@@ -337,7 +512,10 @@ def test_opening_and_closing_leaks_neither_threads_nor_descriptors(tmp_path: Pat
     def threads_and_descriptors() -> tuple[int, int]:
         return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 
-    before = None
+    def no_more_than(before: tuple[int, int]) -> bool:
+        return all(now <= then for now, then in zip(threads_and_descriptors(), before, strict=True))
+
+    before = (0, 0)
     for round_number in range(6):
         user = nvme_user(tmp_path / "cache")
         user.write(HASHES[:2])
@@ -346,9 +524,8 @@ def test_opening_and_closing_leaks_neither_threads_nor_descriptors(tmp_path: Pat
         with pytest.raises(ShelfError):
             nvme_user(tmp_path / "cache", calls=failing)
         if round_number == 1:
-            before = threads_and_descriptors()
-    deadline = 200
-    while threads_and_descriptors() != before and deadline:
-        deadline -= 1
-        os.sched_yield()
-    assert threads_and_descriptors() == before
+            before = threads_and_descriptors()  # a worker that is on its way out may count as well
+    end = time.monotonic() + 10
+    while not no_more_than(before) and time.monotonic() < end:
+        time.sleep(0.001)
+    assert no_more_than(before), (threads_and_descriptors(), before)

@@ -15,7 +15,8 @@ from kvtier.errors import ConfigError, ShelfError
 from kvtier.io.base import KernelCalls
 from kvtier.io.faulty import Call, Effect, Fault, FaultyCalls
 from kvtier.tiers.header import HEADER_BYTES
-from kvtier.tiers.slab import SLAB_NAME, SUPERBLOCK_BYTES, direct_io_alignment, make_dram_slab, open_nvme_slab
+from kvtier.tiers.slab import SLAB_NAME, direct_io_alignment, make_dram_slab, open_nvme_slab
+from kvtier.tiers.superblock import SUPERBLOCK_BYTES
 
 SLOT_BYTES = HEADER_BYTES + 8192
 
@@ -213,3 +214,11 @@ def test_a_slab_with_writes_of_a_dead_engine_under_way_is_left_alone(folder: int
     assert os.stat(tmp_path / SLAB_NAME).st_size == held.total_bytes
     held.close()
     assert opened(folder, 5) == (epoch, False)
+
+
+def test_a_slab_is_whole_until_it_is_cut_short(folder: int, tmp_path: Path) -> None:
+    slab, _ = open_nvme_slab(folder, SLOT_BYTES, 5, KernelCalls())
+    assert slab.is_whole()
+    os.truncate(tmp_path / SLAB_NAME, slab.total_bytes - 1)
+    assert not slab.is_whole()
+    slab.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,9 @@ from kvtier.books import LocalBooks
 from kvtier.demotion import NvmePolicy
 from kvtier.directory import Directory
 from kvtier.io.base import Operation
+from kvtier.record import Record
+from kvtier.reopening import RETRY_S
 from kvtier.shelf import Shelf
-from kvtier.store import RETRY_S
 from kvtier.ticket import ShelfLimits
 from kvtier.tiers.header import RowFormat
 
@@ -106,6 +108,42 @@ def poll(tiers: SteppedTiers, now: float) -> None:
         thread.join(10)
 
 
+def test_rows_that_no_keeper_answers_for_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiers = SteppedTiers(tmp_path, hbm=8, dram=8, nvme=0)
+    books = tiers.shelves[Tier.DRAM]._books
+    assert isinstance(books, LocalBooks)
+
+    def unanswered(records: Sequence[Record], *_: object) -> None:
+        books._answers.extend((one, None) for one in records)
+
+    monkeypatch.setattr(books, "publish", unanswered)
+    tiers.store.release(tiers.compute(HASHES[:4]))
+    tiers.settle(0.0)
+    tiers.store.publish_metrics()
+    assert tiers.metrics.shelf_failures.value("dram", "unanswered") == 4
+    assert tiers.shelves[Tier.DRAM].find(HASHES[:4]) == []
+
+
+def test_an_opener_that_gets_no_thread_is_sent_off_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiers = SteppedTiers(tmp_path, hbm=8, dram=8, nvme=0)
+    start, refused = threading.Thread.start, list[str]()
+
+    def refuse(thread: threading.Thread) -> None:
+        refused.append(thread.name)
+        raise RuntimeError("can't start new thread")
+
+    tiers.store.open_shelf(Tier.NVME, lambda: away_shelf(tmp_path, SteppedIo()))
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    tiers.store.poll(0.0)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    poll(tiers, RETRY_S / 2)
+    assert refused == ["kvtier-opener"] and tiers.store.capacities() == {"hbm": 8, "dram": 8}
+    poll(tiers, RETRY_S)
+    tiers.store.poll(RETRY_S)
+    assert tiers.store.capacities() == {"hbm": 8, "dram": 8, "nvme": 8}
+    tiers.store.close(0.0)
+
+
 def test_a_shelf_that_was_away_is_tried_again_and_used_once_it_is_there(tmp_path: Path) -> None:
     tiers = SteppedTiers(tmp_path, hbm=8, dram=8, nvme=0)
     io = SteppedIo()
@@ -117,7 +155,7 @@ def test_a_shelf_that_was_away_is_tried_again_and_used_once_it_is_there(tmp_path
         calls.append(now)
         return answers.pop() if answers else shelf
 
-    tiers.store.retry_later(Tier.NVME, opener)
+    tiers.store.open_shelf(Tier.NVME, opener)
     assert tiers.store.capacities() == {"hbm": 8, "dram": 8}
     for tenth in range(int(10 * 4 * RETRY_S)):
         now = tenth / 10
@@ -151,7 +189,7 @@ class SlowOpener:
 def test_an_opener_that_waits_for_its_disk_holds_up_no_poll_and_is_the_only_one(tmp_path: Path) -> None:
     tiers = SteppedTiers(tmp_path, hbm=8, dram=8, nvme=0)
     opener = SlowOpener(away_shelf(tmp_path))
-    tiers.store.retry_later(Tier.NVME, opener)
+    tiers.store.open_shelf(Tier.NVME, opener)
     for turn in range(20):
         tiers.store.poll(turn * RETRY_S)
     assert opener.entered.wait(10) and opener.calls == 1 and "nvme" not in tiers.store.capacities()
@@ -173,7 +211,7 @@ def test_an_opener_that_fails_unforeseen_is_tried_again(tmp_path: Path) -> None:
 
     before, threading.excepthook = threading.excepthook, lambda about: seen.append(about.exc_value)
     try:
-        tiers.store.retry_later(Tier.NVME, opener)
+        tiers.store.open_shelf(Tier.NVME, opener)
         for turn in range(3):
             poll(tiers, turn * RETRY_S)
     finally:
@@ -185,7 +223,7 @@ def test_an_opener_that_fails_unforeseen_is_tried_again(tmp_path: Path) -> None:
 def test_a_shelf_that_opens_while_the_store_closes_is_closed_again(seen: bool, tmp_path: Path) -> None:
     tiers = SteppedTiers(tmp_path, hbm=8, dram=8, nvme=0)
     opener = SlowOpener(away_shelf(tmp_path))
-    tiers.store.retry_later(Tier.NVME, opener)
+    tiers.store.open_shelf(Tier.NVME, opener)
     tiers.store.poll(0.0)
     assert opener.entered.wait(10)
     if seen:
@@ -258,3 +296,46 @@ def test_two_tenants_never_share_a_block(tmp_path: Path) -> None:
     tiers = SteppedTiers(tmp_path, hbm=16, dram=16, nvme=0)
     tiers.store.release(tiers.compute(chain_hashes(range(32), "a")))
     assert tiers.take(chain_hashes(range(32), "b")) == ([], [])
+
+
+def test_a_shelf_that_has_lost_its_files_misses_and_is_replaced_once_nothing_is_under_way(
+    tmp_path: Path,
+) -> None:
+    tiers = SteppedTiers(tmp_path, hbm=12, dram=0, nvme=0)
+    io = SteppedIo()
+    for name in ("lost", "other"):
+        (tmp_path / name).mkdir()
+    lost, other, closed = away_shelf(tmp_path / "lost", io), away_shelf(tmp_path / "other"), list[bool]()
+    lost._close_files = lambda *_: closed.append(True)
+
+    def opener() -> Shelf:
+        assert closed == [True], "the old one has been closed before"
+        return other
+
+    tiers.store.add_shelf(lost, opener)
+    tiers.store.release(tiers.compute(HASHES[:6]))
+    poll(tiers, 1.0)
+    io.step(2)
+    io.freeze()  # the rest is under way
+    lost._files_lost = lambda: True
+    poll(tiers, 2.0)
+    assert lost.is_lost and lost.used_count > 0 and not lost.holds(HASHES[0]) and lost.find(HASHES) == []
+    assert tiers.store.capacities()["nvme"] == 8 and not closed, "rows under way keep the shelf"
+    io._frozen.clear()
+    io.step(10)
+    poll(tiers, 3.0)
+    assert closed == [True] and tiers.store.stats()["waiting_writes"] == 0
+    poll(tiers, 3.0)
+    assert tiers.store._shelves[Tier.NVME] is other
+    tiers.store.publish_metrics()
+    assert tiers.metrics.tier_used_blocks.value("nvme") == 0
+    tiers.store.check()
+
+
+def test_a_lost_shelf_that_nobody_can_open_again_stays_and_misses(tmp_path: Path) -> None:
+    tiers = SteppedTiers(tmp_path, hbm=12, dram=0, nvme=8)
+    tiers.store.release(tiers.compute(HASHES[:4]))
+    tiers.settle(0.0)
+    tiers.shelves[Tier.NVME]._files_lost = lambda: True
+    poll(tiers, 1.0)
+    assert tiers.store.capacities()["nvme"] == 8 and not tiers.shelves[Tier.NVME].holds(HASHES[0])

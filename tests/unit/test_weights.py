@@ -208,3 +208,16 @@ def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
     config = ModelConfig.from_folder(make_checkpoint(tmp_path / "there"))
     with pytest.raises(CheckpointError, match="no such folder"):
         load_weights(tmp_path / "elsewhere", config, None)
+
+
+def test_the_index_says_which_of_two_files_a_tensor_is_taken_from(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    for number in (1, 2):
+        write_weights(folder, weights | {"model.norm.weight": torch.full((64,), float(number))})
+        (folder / "model.safetensors").rename(folder / f"{number}.safetensors")
+    for number in (1, 2):
+        places = dict.fromkeys(weights, "1.safetensors") | {"lm_head.weight": "2.safetensors"}
+        places["model.norm.weight"] = f"{number}.safetensors"
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+        assert torch.equal(load(folder)[0].norm, torch.full((64,), float(number)))

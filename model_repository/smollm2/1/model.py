@@ -26,6 +26,8 @@ from kvtier.session import RequestHandle
 
 _log = logging.getLogger("kvtier.model")
 
+OWN_LEVELS = {"priority_levels": 3, "default_priority_level": 2}
+"""Of priority, where config.pbtxt has no batcher that names its own."""
 PUBLISH_S = 0.5
 PUBLISH_FAILURES_MAX = 10
 """Publications that fail in a row before the engine is reported as down, so that its model is reloaded."""
@@ -258,14 +260,17 @@ def buckets_of(family: Family) -> dict[str, Any]:
 
 
 def send_error(sender: Any, error: Exception) -> None:
-    """Answer a request with an error and FINAL. A bug's text stays in the log."""
+    """Answer a request with an error and FINAL. A bug's text stays in the log.
+
+    The text begins with the name of the gRPC status: nothing else in a stream tells a client which one it is.
+    """
     if isinstance(error, InvalidRequest):
-        answer = triton.TritonError(str(error), triton.TritonError.INVALID_ARG)
+        answer = triton.TritonError(f"INVALID_ARGUMENT: {error}", triton.TritonError.INVALID_ARG)
     elif isinstance(error, Unavailable):
-        answer = triton.TritonError(str(error), triton.TritonError.UNAVAILABLE)
+        answer = triton.TritonError(f"UNAVAILABLE: {error}", triton.TritonError.UNAVAILABLE)
     else:
         _log.error("a request failed", exc_info=error)
-        answer = triton.TritonError("internal error; the server's log tells more", triton.TritonError.INTERNAL)
+        answer = triton.TritonError("INTERNAL: the server's log tells more", triton.TritonError.INTERNAL)
     final = triton.TRITONSERVER_RESPONSE_COMPLETE_FINAL
     try:
         sender.send(triton.InferenceResponse(error=answer), flags=final)
@@ -281,7 +286,7 @@ def limits_of(engine: Engine, model_config: Mapping[str, Any]) -> DoorLimits:
     """What a request to this engine may hold at most."""
     context = min(engine.model_config.context, engine.config.context or engine.model_config.context)
     token_bytes_max = engine.tokenizer.token_bytes_max if engine.tokenizer is not None else 0
-    batching = model_config.get("dynamic_batching", {})
+    batching = model_config.get("dynamic_batching", OWN_LEVELS)
     levels, default_level = (int(batching.get(key, 0)) for key in ("priority_levels", "default_priority_level"))
     return DoorLimits.of_model(context, token_bytes_max, levels, default_level)
 

@@ -1,6 +1,7 @@
-"""The rates of this machine that bound a benchmark: memory, disk, arithmetic. Measured, never looked up.
+"""The rates of this machine that bound a plan or a benchmark: memory, disk, arithmetic. Measured, never looked up.
 
-Knows neither kvtier nor models. Each function takes a second or two; the best of a few tries is the rate.
+Knows neither tiers nor models. Each function takes a second or two; the best of a few tries is the rate. Used by
+`kvtier plan` and the benchmarks.
 """
 
 from __future__ import annotations

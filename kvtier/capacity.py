@@ -1,0 +1,62 @@
+"""What one sequence could ever hold: in HBM alone, or streamed, with rows on the shelves.
+
+Sums only, for intake: whether it can be had now is found out when the sequence asks. Any thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvtier.block import KVLayout, Tier
+from kvtier.record import NO_TENANT
+from kvtier.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """See the module."""
+
+    store: Store
+    slots_max: int
+    """Slots of HBM that a streamed sequence may hold; 0: none is streamed."""
+    configured: Mapping[Tier, int]
+    """Rows of a shelf that may open later."""
+    tenant_max: Mapping[Tier, int]
+    """Rows that a tenant with a name may have; 0: any."""
+
+    @property
+    def layout(self) -> KVLayout:
+        """Of a row."""
+        return self.store.layout
+
+    @property
+    def hbm_tokens(self) -> int:
+        """Of a sequence that is not streamed."""
+        return self.store.usable_count * self.layout.block_tokens
+
+    def tokens(self, tenant: bytes) -> int:
+        """Of the longest sequence that a tenant can have, streamed or not."""
+        if not self.slots_max:
+            return self.hbm_tokens
+        blocks = self.slots_max + sum(self._rows(tier, tenant) for tier in (Tier.DRAM, Tier.NVME))
+        return max(self.hbm_tokens, blocks * self.layout.block_tokens)
+
+    def shortage(self, tokens: int, tenant: bytes) -> str:
+        """What so many tokens need and what there is, for an error."""
+        if not self.slots_max:
+            return f"tiers.hbm.bytes holds {self.hbm_tokens}, and contexts larger than HBM are off"
+        row_bytes = self.layout.row_bytes
+        needed, hbm = self.layout.block_count(tokens) * row_bytes, self.slots_max * row_bytes
+        dram, nvme = (self._rows(tier, tenant) * row_bytes for tier in (Tier.DRAM, Tier.NVME))
+        return (
+            f"they need {needed} bytes and there are {hbm + dram + nvme}: of HBM {hbm} for each of "
+            f"scheduler.streamed_max requests, of DRAM {dram}, of NVMe {nvme}"
+        )
+
+    def _rows(self, tier: Tier, tenant: bytes) -> int:
+        rows = self.store.capacities().get(tier.value, self.configured.get(tier, 0))
+        if tier is Tier.NVME:
+            rows = min(rows, self.store.hand_down.staged_max)
+        quota = self.tenant_max.get(tier, 0)
+        return min(rows, quota) if quota and tenant != NO_TENANT else rows

@@ -1,0 +1,260 @@
+"""`kvtier plan`: what of a context fits where, and what a decode step of it costs, before anything is served.
+
+Owns what is measured and how the plan is shown; the arithmetic is planning.py's. Loads no weights.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kvtier.block import Tier
+from kvtier.cli import options
+from kvtier.cli.groups import with_groups
+from kvtier.cli.options import option
+from kvtier.cli.shelf.view import as_size
+from kvtier.cli.terminal import TIER_NAMES, messages, reported
+from kvtier.config import EngineConfig, parse_whole_bytes
+from kvtier.errors import ConfigError, InvalidRequest
+
+if TYPE_CHECKING:
+    from kvtier.planning import Capacities, Plan, Served, Shape, Speeds
+
+DISK_ROWS = 256
+"""Read at most to measure a disk."""
+DISK_BYTES = 128 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedOptions:
+    """Rates to plan with instead of this machine's."""
+
+    memory_speed: Annotated[
+        str | None,
+        option("Speeds", "--memory-speed", metavar="SIZE", text="Of HBM, a second: 3350GB.", default="measured"),
+    ] = None
+    dram_speed: Annotated[
+        str | None,
+        option("Speeds", "--dram-speed", metavar="SIZE", text="At which a pass reads DRAM.", default="that of memory"),
+    ] = None
+    nvme_speed: Annotated[
+        str | None, option("Speeds", "--nvme-speed", metavar="SIZE", text="Of direct reads.", default="measured")
+    ] = None
+    flops: Annotated[
+        float | None, option("Speeds", "--flops", metavar="N", text="Of products: 989e12.", default="measured")
+    ] = None
+
+
+@with_groups
+def plan(
+    model: options.ModelDirectory,
+    context: Annotated[
+        int | None, typer.Option("--context", metavar="TOKENS", help="Prompt + answer; none: all the model can.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    *,
+    engine_options: options.EngineOptions,
+    speed_options: SpeedOptions,
+) -> None:
+    """Say what of a context fits where, and what a decode step will cost: bytes over bandwidth, measured here.
+
+    Only config.json of the model is read. Rates that are given are not measured: another machine can be planned.
+
+    Examples:
+
+      [bold]kvtier plan .cache/models/smollm2 --context 8192 --hbm 64MiB --dram 1GiB --nvme 10GiB[/]
+
+      [bold]kvtier plan ./Llama-3.1-8B --context 131072 --hbm 8GiB --dram 200GiB --nvme 2TiB
+      --memory-speed 3350GB --dram-speed 50GB --nvme-speed 6GB --flops 600e12[/]     another machine
+    """
+    with reported():
+        config = engine_options.engine_config(model)
+        from kvtier.models.config import ModelConfig  # torch takes a second or two
+        from kvtier.planning import Served, longest, shape_of
+        from kvtier.planning import plan as planned
+
+        checkpoint = ModelConfig.from_folder(config.model)
+        name = config.dtype if config.dtype != "auto" else checkpoint.checkpoint_dtype or "float32"
+        shape = shape_of(checkpoint, config.block_tokens, name)
+        tokens = context if context is not None else config.context or checkpoint.context
+        if not 1 <= tokens <= checkpoint.context:
+            raise InvalidRequest(f"--context: the model takes 1 to {checkpoint.context} tokens, got {tokens}")
+        capacities = _capacities(config, shape)
+        speeds = _speeds(config, shape, speed_options, bool(capacities.nvme))
+        result = planned(shape, capacities, speeds, tokens)
+        lengths = longest(shape, capacities)
+    if as_json:
+        typer.echo(json.dumps(_as_json(shape, capacities, speeds, result, lengths)))
+    else:
+        _show(Console(highlight=False), shape, capacities, speeds, result, lengths)
+    if result.served is Served.NOWHERE:
+        raise typer.Exit(1)
+
+
+def _capacities(config: EngineConfig, shape: Shape) -> Capacities:
+    """Rows by tier, sized as an engine's are; a cache directory that holds other layouts has fewer on NVMe."""
+    from kvtier.cache_directory import free_disk_bytes
+    from kvtier.planning import Capacities
+    from kvtier.sizing import hbm_slot_count, resolve, spare_count, staging_bytes, working_set_count
+    from kvtier.tiers.header import HEADER_BYTES
+    from kvtier.tiers.memory import free_memory_bytes
+
+    layout, nvme = shape.layout, config.tiers.nvme
+    slot_bytes = HEADER_BYTES + layout.row_bytes
+    hbm = hbm_slot_count(config, layout)
+    usable = hbm - spare_count(config, hbm)
+    dram_bytes = resolve(config.tiers.dram.bytes, free_memory_bytes())
+    staged_bytes = staging_bytes(config, layout, dram_bytes)
+    disk_bytes = free_disk_bytes(nvme.path or Path.cwd())
+    return Capacities(
+        hbm=usable,
+        dram=(dram_bytes - staged_bytes) // slot_bytes,
+        nvme=resolve(nvme.bytes, disk_bytes) // slot_bytes,
+        working_set=working_set_count(config, usable),
+        staged=staged_bytes // layout.slice_bytes // 2,
+    )
+
+
+def _speeds(config: EngineConfig, shape: Shape, given: SpeedOptions, has_nvme: bool) -> Speeds:
+    """What was given; the rest measured, with a word on stderr while that takes its second or two."""
+    from kvtier import machine
+    from kvtier.planning import Speeds
+
+    memory, dram = _speed("--memory-speed", given.memory_speed), _speed("--dram-speed", given.dram_speed)
+    nvme, flops = _speed("--nvme-speed", given.nvme_speed), given.flops
+    if flops is not None and not flops > 0:
+        raise ConfigError(f"--flops: operations a second, such as 600e12, got {flops}")
+    with messages().status("measuring this machine"):
+        if memory is None:
+            memory = machine.memory_read_bytes_s()
+        if nvme is None and has_nvme:
+            folder = _existing(config.tiers.nvme.path or Path.cwd())
+            rows = max(8, min(DISK_ROWS, DISK_BYTES // shape.layout.row_bytes))
+            nvme = machine.disk_read_bytes_s(folder, shape.layout.row_bytes, rows, config.io.readers)
+        if flops is None:
+            import torch
+
+            flops = machine.matmul_flops_s(getattr(torch, shape.layout.dtype))
+    if has_nvme and not nvme:
+        raise ConfigError("tiers.nvme.path: its disk has no direct I/O to measure; give --nvme-speed, such as 3GB")
+    return Speeds(memory, memory if dram is None else dram, nvme or 0.0, flops)
+
+
+def _speed(name: str, text: str | None) -> float | None:
+    if text is None:
+        return None
+    try:
+        value = parse_whole_bytes(text)
+    except ValueError as error:
+        raise ConfigError(f"{name}: {error}, read within a second; got {text!r}") from None
+    if value == 0:
+        raise ConfigError(f"{name}: more than 0 bytes a second, such as 3GB; got {text!r}")
+    return float(value)
+
+
+def _existing(path: Path) -> Path:
+    """The folder itself, or the nearest one above it that is there."""
+    return next(folder for folder in (path, *path.parents) if folder.is_dir())
+
+
+def _as_json(
+    shape: Shape, capacities: Capacities, speeds: Speeds, result: Plan, lengths: dict[Served, int]
+) -> dict[str, object]:
+    row_bytes = shape.layout.row_bytes
+    return {
+        "context_tokens": result.tokens,
+        "served": result.served.value,
+        "dtype": shape.layout.dtype,
+        "block_tokens": shape.layout.block_tokens,
+        "row_bytes": row_bytes,
+        "token_bytes": shape.layout.token_bytes,
+        "weights_bytes": shape.weights_bytes,
+        "kv_bytes": shape.layout.block_count(result.tokens) * row_bytes,
+        "lacking_bytes": result.lacking * row_bytes,
+        "capacity_blocks": {"hbm": capacities.hbm, "dram": capacities.dram, "nvme": capacities.nvme},
+        "working_set_blocks": capacities.working_set,
+        "staged_blocks_max": capacities.staged,
+        "blocks": {tier.value: count for tier, count in result.blocks.items()},
+        "step_bytes": {"weights": shape.step_bytes} | {tier.value: n for tier, n in result.step_bytes.items()},
+        "step_s": result.step_s,
+        "tokens_per_s": 1 / result.step_s if result.step_s else 0.0,
+        "prefill_s": result.prefill_s,
+        "load_s": {tier.value: seconds for tier, seconds in result.load_s.items()},
+        "together": {tier.value: count for tier, count in result.together.items()},
+        "longest_tokens": {served.value: count for served, count in lengths.items()},
+        "speeds": {
+            "hbm_bytes_s": speeds.hbm_bytes_s,
+            "dram_bytes_s": speeds.dram_bytes_s,
+            "nvme_bytes_s": speeds.nvme_bytes_s,
+            "flops_s": speeds.flops_s,
+        },
+    }
+
+
+def _show(
+    console: Console,
+    shape: Shape,
+    capacities: Capacities,
+    speeds: Speeds,
+    result: Plan,
+    lengths: dict[Served, int],
+) -> None:
+    layout = shape.layout
+    total_bytes = layout.block_count(result.tokens) * layout.row_bytes
+    console.print(
+        f"{result.tokens:,} tokens of KV in {layout.dtype}: [bold]{as_size(total_bytes)}[/] "
+        f"({as_size(layout.token_bytes)} a token, {as_size(layout.row_bytes)} a block of {layout.block_tokens}); "
+        f"weights {as_size(shape.weights_bytes)}"
+    )
+    console.print(_homes_table(layout.row_bytes, capacities, speeds, result))
+    if result.lacking:
+        console.print(
+            f"[bold red]refused:[/] {as_size(result.lacking * layout.row_bytes)} find no place; raise a tier's bytes"
+            + ("" if capacities.working_set else "; HBM is too small for a streamed sequence")
+            + ", or ask for a shorter context"
+        )
+    else:
+        console.print(f"served: [bold]{result.served.value}[/]")
+        console.print(
+            f"a decode step of it alone: at least [bold]{_time(result.step_s)}[/], {1 / result.step_s:,.1f} tokens/s "
+            f"at most (weights {as_size(shape.step_bytes)} and KV, once each; NVMe is read ahead meanwhile)"
+        )
+        loads = "".join(f", from {TIER_NAMES[tier.value]} {_time(s)}" for tier, s in result.load_s.items())
+        console.print(f"its first token: computed {_time(result.prefill_s)}{loads} (arithmetic or bytes alone)")
+    running = result.together[Tier.HBM]
+    kept = ", ".join(f"{result.together[tier]:,} on {TIER_NAMES[tier.value]}" for tier in (Tier.DRAM, Tier.NVME))
+    console.print(f"such contexts at once: {running:,} resident in HBM; kept for later: {kept}")
+    ways = ", ".join(f"{served.value} {count:,}" for served, count in lengths.items() if count)
+    console.print(f"longest context by tokens: {ways or 'none'}")
+
+
+def _homes_table(row_bytes: int, capacities: Capacities, speeds: Speeds, result: Plan) -> Table:
+    table = Table("tier", "holds", "of this context", "a step reads", "at", "takes", box=None, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    rows = {
+        Tier.HBM: (capacities.hbm, speeds.hbm_bytes_s),
+        Tier.DRAM: (capacities.dram, speeds.dram_bytes_s),
+        Tier.NVME: (capacities.nvme, speeds.nvme_bytes_s),
+    }
+    for tier, (count, speed) in rows.items():
+        here, read = result.blocks[tier], result.step_bytes[tier]
+        table.add_row(
+            TIER_NAMES[tier.value],
+            as_size(count * row_bytes),
+            as_size(here * row_bytes) if here else "-",
+            as_size(read) if read else "-",
+            f"{speed / 1e9:,.1f} GB/s" if read else "",
+            _time(read / speed) if read else "",
+        )
+    return table
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:,.1f} ms" if seconds < 1 else f"{seconds:,.1f} s"

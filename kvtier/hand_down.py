@@ -1,0 +1,305 @@
+"""Hand-down: finding and making homes on the shelves for the blocks of streamed sequences.
+
+Asks shelves for rows and leases, writes blocks from HBM into those rows, has rows of others judged, and sees what is
+lost. Everything is asynchronous: an answer is taken in `pump`, the end of a transfer in `completed`. Knows no sequence.
+Owned by the store, on the engine thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from kvtier.block import BlockHash, Tier
+from kvtier.homes import Home, Homes, Move, MoveStage
+from kvtier.lease_asking import LeaseAsking
+from kvtier.metrics import Metrics
+from kvtier.record import Lease, Record
+from kvtier.resident import ResidentBlocks
+from kvtier.retention import PLAIN, Retention
+from kvtier.row_asking import RETRY_S, RowAsking
+from kvtier.shelf import Shelf, ShelfDone, ShelfOutcome, WriteItem
+from kvtier.tiers.arena import Arena
+
+ROUNDS_MAX = 64
+"""Questions and answers in one call, where the books answer at once."""
+
+
+class HandDown:
+    """See the module."""
+
+    def __init__(
+        self,
+        resident: ResidentBlocks,
+        arena: Arena,
+        shelves: Mapping[Tier, Shelf],
+        metrics: Metrics,
+        shelved: Callable[[BlockHash, int], None],
+    ) -> None:
+        """`shelved(hash, depth)` hears of each block that was written and may be found."""
+        self._resident = resident
+        self._arena = arena
+        self._shelves = shelves
+        self._metrics = metrics
+        self._shelved = shelved
+        self._homes: list[Homes] = []
+        self._writes: dict[tuple[Tier, int], Move] = {}
+        """By ticket."""
+        self._rows = RowAsking(shelves)
+        self._leases = LeaseAsking(shelves, self._settle, self._try_again)
+        self._pumped_at = 0.0
+
+    @property
+    def staged_max(self) -> int:
+        """Blocks of one sequence that may lie on NVMe."""
+        return self._rows.staged_max
+
+    def allow_nvme(self, blocks_max: int) -> None:
+        """So many blocks of one sequence may lie on NVMe; 0, at first: none, they could not be staged."""
+        self._rows.staged_max = blocks_max
+
+    def awaits(self, tier: Tier) -> bool:
+        """A question to a shelf is unanswered."""
+        return self._rows.awaits(tier) or self._leases.awaits(tier)
+
+    @property
+    def moving_count(self) -> int:
+        """Blocks being written or judged."""
+        return len(self._writes) + self._leases.judging_count
+
+    def open(self, needed: int, tenant: bytes, private: bool) -> Homes:
+        """Homes for a sequence whose first `needed` blocks must find one."""
+        homes = Homes(needed, tenant, private)
+        self._homes.append(homes)
+        return homes
+
+    def find(self, hashes: Sequence[BlockHash]) -> list[Record]:
+        """What of the leading run of `hashes` could be attended in place."""
+        dram = self._shelf(Tier.DRAM)
+        return [] if dram is None else dram.find(hashes)
+
+    def knows(self, block_hash: BlockHash) -> bool:
+        """Whether a block need not be computed."""
+        return self._resident.find(block_hash) is not None or any(s.holds(block_hash) for s in self._shelves.values())
+
+    def lease(self, homes: Homes, first: int, records: Sequence[Record]) -> None:
+        """Let the rows of blocks `first ..` become their homes, unless one has gone or is bad."""
+        moves = [Move(homes, first + i, record.block_hash, None, PLAIN, 0.0) for i, record in enumerate(records)]
+        homes.moves |= {move.index: move for move in moves}
+        self._leases.ask(Tier.DRAM, moves, records)
+
+    def hand_down(
+        self, homes: Homes, index: int, block_hash: BlockHash, slot: int, retention: Retention, now: float
+    ) -> None:
+        """Find a home for a full block in HBM, or make it one; its slot is held until then."""
+        assert index < homes.needed and not homes.closed
+        if index not in homes.found and index not in homes.moves:
+            self._resident.hold([slot])
+            homes.moves[index] = Move(homes, index, block_hash, slot, retention, now)
+
+    def disown(self, homes: Homes, index: int) -> None:
+        """The row of this block cannot be read: it is lost to all."""
+        home = homes.found[index]
+        self._shelves[home.tier].drop([home.lease.record], "unreadable")
+        homes.lost.add(index)
+        homes.unreadable.append(home)
+
+    def give_up(self, homes: Homes, index: int) -> None:
+        """Nothing uses the home of this block any more."""
+        home = homes.take(index)
+        if home not in homes.unreadable:
+            self._part_with(home)
+
+    def close(self, homes: Homes) -> None:
+        """The sequence is over: everything goes back, what is under way once it has ended."""
+        homes.closed = True
+        for tier, grants in homes.rows.items():
+            if grants:
+                self._shelves[tier].holdings.give_rows(grants)
+                homes.rows[tier] = []
+        for index in list(homes.found):
+            self.give_up(homes, index)
+        self._part_with_unreadable(homes)
+        for move in list(homes.waiting()):
+            self._forget(move)
+        self._retire(homes)
+
+    def completed(self, tier: Tier, done: ShelfDone, now: float) -> bool:
+        """A transfer has ended; False if it was none of its own."""
+        if self._leases.completed(tier, done, now):
+            return True
+        move = self._writes.pop((tier, done.ticket), None)
+        if move is None:
+            return False
+        move.stage = MoveStage.WAITING
+        move.homes.writing -= 1
+        if done.outcome is not ShelfOutcome.DONE:
+            self._try_again(move, now if done.outcome is ShelfOutcome.DUPLICATE else now + RETRY_S)
+            return True
+        assert done.lease is not None
+        self._metrics.moved(Tier.HBM, tier, 1, done.moved_bytes)
+        self._metrics.transfer_seconds.observe(done.duration_ns / 1e9, Tier.HBM.value, tier.value)
+        self._settle(move, tier, done.lease)
+        if not move.homes.private:
+            self._shelved(move.block_hash, move.index)
+        return True
+
+    def pump(self, now: float) -> bool:
+        """Take answers, ask for what is lacking, start what can move; whether anything was answered."""
+        self._pumped_at = now
+        self._note_losses()
+        answered = False
+        for _ in range(ROUNDS_MAX):
+            for homes in self._homes:
+                self._rows.ask(homes, now)
+            self._start_moves(now)
+            replies = [(tier, reply) for tier, shelf in self._shelves.items() for reply in shelf.holdings.replies()]
+            if not replies:
+                break
+            answered = True
+            for tier, reply in replies:
+                if not self._leases.take(tier, reply, now):
+                    self._rows.take(tier, reply, now)
+            for homes in list(self._homes):
+                self._retire(homes)
+        return answered
+
+    def retries(self) -> list[float]:
+        """When what was refused is to be tried again."""
+        times = [homes.retry_at for homes in self._homes if homes.lacking > 0]
+        times += [move.retry_at for homes in self._homes for move in homes.waiting()]
+        return [time for time in times if time > self._pumped_at]
+
+    def frees_slots(self, since: float) -> bool:
+        """A write started after `since` is all that holds some slot of HBM."""
+        return any(
+            move.started_at > since and move.slot is not None and self._resident.holds(move.slot) == 1
+            for move in self._writes.values()
+        )
+
+    def holds(self) -> list[int]:
+        """One entry for each hold on a slot of HBM (for `Store.check`)."""
+        return [move.slot for homes in self._homes for move in homes.moves.values() if move.slot is not None]
+
+    def check(self) -> None:
+        """Assert that no row and no lease is lost or forgotten."""
+        for homes in self._homes:
+            homes.check()
+        for tier, shelf in self._shelves.items():
+            held = self._leases.held(tier) + sum(homes.held(tier) for homes in self._homes)
+            assert held == len(shelf.holdings), (tier, held, len(shelf.holdings))
+
+    def _shelf(self, tier: Tier) -> Shelf | None:
+        shelf = self._shelves.get(tier)
+        return None if shelf is None or shelf.is_lost else shelf
+
+    def _start_moves(self, now: float) -> None:
+        for homes in self._homes:
+            found: dict[Tier, list[tuple[Move, Record]]] = {Tier.DRAM: [], Tier.NVME: []}
+            writes: dict[Tier, list[Move]] = {Tier.DRAM: [], Tier.NVME: []}
+            for move in homes.waiting():
+                if now < move.retry_at:
+                    continue
+                there = None if homes.private else self._there(homes, move.block_hash, len(found[Tier.NVME]))
+                if there is not None:
+                    self._shelves[there[0]].retain([move.block_hash], move.retention)
+                    found[there[0]].append((move, there[1]))
+                    continue
+                tier = next((t for t, grants in homes.rows.items() if len(grants) > len(writes[t])), None)
+                if tier is not None and self._shelf(tier) is not None:
+                    writes[tier].append(move)
+            for tier, pairs in found.items():
+                if pairs:
+                    self._leases.ask(tier, [move for move, _ in pairs], [record for _, record in pairs])
+            for tier, moves in writes.items():
+                if moves:
+                    self._write(homes, tier, moves, now)
+
+    def _there(self, homes: Homes, block_hash: BlockHash, staged: int) -> tuple[Tier, Record] | None:
+        """A row that has the block already: in DRAM, or on NVMe if it would go there anyway, beside `staged` others."""
+        for tier in (Tier.DRAM, Tier.NVME):
+            if tier is Tier.NVME and (homes.rows[Tier.DRAM] or not self._rows.may_stage(homes, staged)):
+                break
+            shelf = self._shelf(tier)
+            if shelf is not None and (records := shelf.find([block_hash])):
+                return tier, records[0]
+        return None
+
+    def _write(self, homes: Homes, tier: Tier, moves: list[Move], now: float) -> None:
+        """Write blocks into rows that were asked for; those that the shelf does not take now are tried again."""
+        shelf, grants = self._shelves[tier], homes.rows[tier]
+        items = [
+            WriteItem(move.block_hash, move.index, self._arena.view(move.slot), None, move.retention, grant=grant)
+            for move, grant in zip(moves, grants, strict=False)
+            if move.slot is not None
+        ]
+        assert len(items) == len(moves)
+        tickets = shelf.write(items, now)
+        homes.rows[tier] = grants[len(items) :]
+        for move, item, ticket in zip(moves, items, tickets, strict=True):
+            if ticket is None:
+                assert item.grant is not None
+                homes.rows[tier].append(item.grant)
+                move.retry_at = now + RETRY_S
+            else:
+                move.stage, move.tier = MoveStage.WRITING, tier
+                homes.writing += 1
+                self._writes[(tier, ticket)] = move
+
+    def _try_again(self, move: Move, at: float) -> None:
+        """A block has found no home yet; what is only looked for is let go of."""
+        move.retry_at = at
+        if move.slot is None or move.homes.closed:
+            self._forget(move)
+
+    def _settle(self, move: Move, tier: Tier, lease: Lease) -> None:
+        """A block has a row under lease; without a sequence, or on a lost shelf, that goes back at once."""
+        shelf, homes = self._shelves[tier], move.homes
+        address = shelf.address(lease) if tier is Tier.DRAM else 0
+        home = Home(tier, lease, address, homes.private and move.slot is not None)
+        if shelf.is_lost and not homes.closed:
+            shelf.holdings.end_leases([lease])
+            self._try_again(move, 0.0)
+            return
+        if homes.closed:
+            self._part_with(home)
+        else:
+            homes.put(move.index, home)
+        self._forget(move)
+
+    def _part_with(self, home: Home) -> None:
+        shelf = self._shelves[home.tier]
+        if home.private:
+            shelf.drop([home.lease.record], "private")
+        shelf.holdings.end_leases([home.lease])
+
+    def _part_with_unreadable(self, homes: Homes) -> None:
+        kept = [home for home in homes.unreadable if home in homes.found.values()]
+        for home in homes.unreadable:
+            if home not in kept:
+                self._part_with(home)
+        homes.unreadable = kept
+
+    def _forget(self, move: Move) -> None:
+        del move.homes.moves[move.index]
+        if move.slot is not None:
+            self._resident.release([move.slot])
+        self._retire(move.homes)
+
+    def _retire(self, homes: Homes) -> None:
+        """Closed, and nothing is under way any more."""
+        if homes.closed and not homes.moves and not homes.asking and homes in self._homes:
+            self._homes.remove(homes)
+
+    def _note_losses(self) -> None:
+        """Leases that hold no more, and rows of shelves that are lost."""
+        for tier, shelf in self._shelves.items():
+            lost = set(shelf.holdings.lost_leases())
+            for homes in self._homes:
+                if lost:
+                    homes.lost |= {i for i, home in homes.found.items() if home.tier is tier and home.lease in lost}
+                if shelf.is_lost and any(home.tier is tier for home in homes.unreadable):
+                    self._part_with_unreadable(homes)
+                if shelf.is_lost and homes.rows[tier]:
+                    shelf.holdings.give_rows(homes.rows[tier])
+                    homes.rows[tier] = []
+            self._leases.lose(tier, lost)

@@ -1,0 +1,147 @@
+"""Homes of one streamed sequence: the rows on shelves in which its blocks lie, or will.
+
+Books only: what was found or written and is leased, what is on its way, which rows were asked for and are unused. Knows
+neither shelf nor sequence; `HandDown` changes it, the streams ask it.
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvtier.block import BlockHash, Tier
+from kvtier.record import Grant, Lease
+from kvtier.retention import Retention
+
+
+class Home(NamedTuple):
+    """The leased row of a block."""
+
+    tier: Tier
+    lease: Lease
+    address: int
+    """In DRAM: where it is attended in place. 0 on NVMe, from where it is staged."""
+    private: bool
+    """Nobody else finds it, and it is dropped with the last use."""
+
+
+class MoveStage(enum.Enum):
+    """How far a block is on its way to its home."""
+
+    WAITING = "waiting"
+    """For a row, for room, or for somebody else who writes the same block."""
+    ASKED = "asked"
+    """For a lease on a row that is there already."""
+    VERIFYING = "verifying"
+    """That row is judged in place."""
+    WRITING = "writing"
+
+
+COMING = (MoveStage.ASKED, MoveStage.WRITING)
+"""A row is about to be its home."""
+
+
+@dataclass(eq=False, slots=True)
+class Move:
+    """A block on its way to its home."""
+
+    homes: Homes
+    index: int
+    block_hash: BlockHash
+    slot: int | None
+    """Where its bytes are, held; None: it lies on a shelf already, or will be computed."""
+    retention: Retention
+    started_at: float
+    stage: MoveStage = MoveStage.WAITING
+    tier: Tier | None = None
+    """Of the row that is asked for, verified or written."""
+    lease: Lease | None = None
+    """While that is verified."""
+    lease_lost: bool = False
+    retry_at: float = 0.0
+
+
+@dataclass(eq=False, slots=True)
+class Homes:
+    """See the module."""
+
+    needed: int
+    """So many leading blocks must find a home; the others stay in HBM."""
+    tenant: bytes
+    private: bool
+    """Its rows are found by nobody else, and are dropped at its end."""
+    found: dict[int, Home] = field(default_factory=dict)
+    """By the block's place in the sequence."""
+    moves: dict[int, Move] = field(default_factory=dict)
+    rows: dict[Tier, list[Grant]] = field(default_factory=lambda: {Tier.DRAM: [], Tier.NVME: []})
+    """Asked for and unused."""
+    begun: bool = False
+    """It keeps what it has when it cannot have more."""
+    refused: bool = False
+    """The rows that it lacks could not be had when they were asked for last."""
+    asking: bool = False
+    """A question for rows is under way."""
+    dram_asked: bool = False
+    """DRAM has given what it has; the rest is NVMe's."""
+    retry_at: float = 0.0
+    lost: set[int] = field(default_factory=set)
+    """Blocks whose leases are lost; they are to be given up."""
+    unreadable: list[Home] = field(default_factory=list)
+    """Rows that could not be read; held to the end, so that nobody is given the same place again meanwhile."""
+    closed: bool = False
+    covered: int = 0
+    """Homes of leading blocks."""
+    writing: int = 0
+    """Rows that were asked for and are being written."""
+
+    @property
+    def lacking(self) -> int:
+        """Rows to ask for; negative: to give back."""
+        return self.needed - self.covered - self.writing - sum(map(len, self.rows.values()))
+
+    @property
+    def is_looking(self) -> bool:
+        """Blocks that are on a shelf already are being leased."""
+        return any(move.slot is None for move in self.moves.values())
+
+    def next_known(self, index: int) -> int:
+        """The first block from `index` on that has a home or is on its way to one."""
+        return min((known for known in (*self.found, *self.moves) if known >= index), default=sys.maxsize)
+
+    def put(self, index: int, home: Home) -> None:
+        """A block has found its home."""
+        assert index not in self.found
+        self.found[index] = home
+        self.covered += index < self.needed
+
+    def take(self, index: int) -> Home:
+        """A block has no home any more."""
+        self.covered -= index < self.needed
+        self.lost.discard(index)
+        return self.found.pop(index)
+
+    def count_of(self, tier: Tier) -> int:
+        """Rows of a tier that it has, writes or asks to lease."""
+        coming = sum(move.stage in COMING and move.tier is tier for move in self.moves.values())
+        return sum(home.tier is tier for home in self.found.values()) + len(self.rows[tier]) + coming
+
+    def held(self, tier: Tier) -> int:
+        """Rows of a tier that are asked for and unused, or leased."""
+        leased = sum(home.tier is tier for home in {*self.found.values(), *self.unreadable})
+        return leased + len(self.rows[tier])
+
+    def waiting(self) -> Iterator[Move]:
+        """Moves that have yet to begin, the oldest block first."""
+        waiting = [move for move in self.moves.values() if move.stage is MoveStage.WAITING]
+        return iter(sorted(waiting, key=lambda move: move.index))
+
+    def check(self) -> None:
+        """Assert the books."""
+        assert self.covered == sum(index < self.needed for index in self.found)
+        assert self.writing == sum(move.stage is MoveStage.WRITING for move in self.moves.values())
+        assert not self.found.keys() & self.moves.keys() and self.lost <= self.found.keys()
+        assert all(move.index == index and move.homes is self for index, move in self.moves.items())
+        assert all((move.lease is not None) == (move.stage is MoveStage.VERIFYING) for move in self.moves.values())

@@ -1,0 +1,95 @@
+"""From a configuration's sizes to slots: how many rows each tier holds.
+
+Arithmetic on budgets, raising ConfigError where they hold too little; allocates nothing. Used by the assembly of an
+engine, and by plans of engines that are not there.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from kvtier.block import KVLayout
+from kvtier.config import EngineConfig
+from kvtier.errors import ConfigError
+from kvtier.tiers.memory import free_memory_bytes
+
+_log = logging.getLogger(__name__)
+
+STAGING_SHARE_MAX = 0.5
+"""Of DRAM's bytes, whatever is asked for staging."""
+LANDING_BYTES_MAX = 64 << 20
+LANDING_SHARE_MAX = 0.125
+"""Of landing places of one shelf, and of those of all as a share of DRAM's bytes, unless that is less than two rows."""
+WORKING_SET_MIN = 2
+"""Blocks of HBM without which a sequence cannot be streamed: one that grows, one that is on its way down."""
+
+
+def hbm_slot_count(config: EngineConfig, layout: KVLayout, free_bytes: int | None = None) -> int:
+    """Slots of HBM, of whose memory so much is free; None: it is DRAM. ConfigError if they are too few to serve."""
+    budget = resolve(config.tiers.hbm.bytes, free_memory_bytes() if free_bytes is None else free_bytes)
+    slot_count = budget // layout.row_bytes
+    if slot_count < 2:
+        raise ConfigError(
+            f"tiers.hbm.bytes: {budget} bytes hold {slot_count} blocks of {config.block_tokens} tokens, at least 2 are "
+            f"needed; set it to {2 * layout.row_bytes} or more, or lower block_tokens"
+        )
+    return slot_count
+
+
+def spare_count(config: EngineConfig, slot_count: int) -> int:
+    """Slots that I/O hung in a disk would keep: one a read, and one a write where HBM is the source.
+
+    It is without DRAM, and for contexts that are streamed from NVMe.
+    """
+    if not config.tiers.nvme.bytes:
+        return 0
+    io = config.io.within(slot_count)
+    streams = config.tiers.dram.staging_bytes and config.scheduler.streamed_max
+    spare = io.reads_at_once + (0 if config.tiers.dram.bytes and not streams else io.writes_at_once)
+    if slot_count - spare < 2:
+        raise ConfigError(
+            f"tiers.hbm.bytes: {slot_count} blocks, of which a hung disk could keep {spare} (io.readers, io.writers); "
+            "at least 2 more are needed: raise it, or lower io.readers and io.writers"
+        )
+    return spare
+
+
+def shelf_count(config: EngineConfig) -> int:
+    """Shelves that an engine has."""
+    return bool(config.tiers.dram.bytes) + bool(config.tiers.nvme.bytes)
+
+
+def landing_count(config: EngineConfig, layout: KVLayout, dram_bytes: int) -> int:
+    """Rows of host memory, for each shelf, by way of which it moves rows of a device; they come out of DRAM's bytes."""
+    budget = min(LANDING_BYTES_MAX, int(dram_bytes * LANDING_SHARE_MAX) // max(1, shelf_count(config)))
+    return 2 * max(1, min(config.io.in_flight_max, budget // (2 * layout.row_bytes)))
+
+
+def staging_bytes(config: EngineConfig, layout: KVLayout, dram_bytes: int) -> int:
+    """Of DRAM's bytes, those for slices of NVMe rows; 0 without NVMe, or where not even two slices fit."""
+    budget = min(config.tiers.dram.staging_bytes, int(dram_bytes * STAGING_SHARE_MAX))
+    return budget if config.tiers.nvme.bytes and budget >= 2 * layout.slice_bytes else 0
+
+
+def working_set_count(config: EngineConfig, usable_count: int) -> int:
+    """Slots of HBM that a streamed sequence may hold, of those that one sequence can count on; 0: none is streamed."""
+    limits, dram_bytes = config.scheduler, config.tiers.dram.bytes
+    if not limits.streamed_max or not dram_bytes:
+        return 0
+    slot_count = int(limits.streamed_hbm * usable_count / limits.streamed_max)
+    if slot_count >= WORKING_SET_MIN:
+        return slot_count
+    _log.warning(
+        "contexts larger than HBM are off: scheduler.streamed_hbm of %d blocks leaves each of %d requests %d, %d are "
+        "needed; raise tiers.hbm.bytes or scheduler.streamed_hbm, or lower scheduler.streamed_max",
+        usable_count,
+        limits.streamed_max,
+        slot_count,
+        WORKING_SET_MIN,
+    )
+    return 0
+
+
+def resolve(size: int | float, free: int) -> int:
+    """Bytes of a configured size: itself, or that share of what is free."""
+    return int(size * free) if isinstance(size, float) else size

@@ -1,0 +1,93 @@
+"""Who else may come while engines write, read by copy and attend in place: a crowd, a forked child, another layout.
+
+The rest of the protocol's list, as in scenarios.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from pathlib import Path
+
+from kvtier.keeper.fields import OWNERS_MAX
+from tests.rows import LAYOUT
+from tests.soak.crew import BOTH, OPEN_S
+from tests.soak.scenarios import LIFE_SEED, MANY, PRELUDE, PRELUDE_SEED, ROOMY, crew_of, judge_lives, totals
+from tests.soak.words import Numbers
+
+COMPANY_S = 2.0
+REFUSED_S = 0.5
+
+
+def crowd(count: int, seed: int, scratch: Path) -> Numbers:
+    """64 engines are served and find each other's blocks, the 65th is refused and says why; nobody is held up."""
+    lives = []
+    with crew_of(scratch / "cache", 2, 4 * ROOMY) as crew:
+        crew.publish(PRELUDE_SEED, PRELUDE)
+        for turn in range(count):
+            crew.start_lives(LIFE_SEED + seed + 10 * turn, MANY, COMPANY_S)
+            with contextlib.ExitStack() as company:
+                more = [company.enter_context(crew.new()) for _ in range(OWNERS_MAX - 2)]
+                for engine in more:
+                    engine.start("open", OPEN_S)
+                assert [engine.answer() for engine in more] == [list(BOTH)] * len(more)
+                last = company.enter_context(crew.new())
+                assert last("open", REFUSED_S) == [] and f"{OWNERS_MAX} engines" in last("refusal")
+                lives += crew.end_lives(LIFE_SEED + seed + 10 * turn)
+                for tier in BOTH:
+                    assert more[-1]("known", tier, PRELUDE_SEED, 0, PRELUDE, 30) == PRELUDE
+                    assert more[-1]("hits", tier, PRELUDE_SEED, 0, PRELUDE) == PRELUDE
+        crew.check()
+        crew.settle()
+    judge_lives(lives)
+    return {"crowds": count, **totals(lives)}
+
+
+def forked(count: int, seed: int, scratch: Path) -> Numbers:
+    """An engine with reservations and reads forks and is killed: its child holds nothing, its slots are free again."""
+    lives = []
+    with crew_of(scratch / "cache", 3, 4 * ROOMY) as crew:
+        crew.publish(PRELUDE_SEED, PRELUDE)
+        for turn in range(count):
+            victim = crew.engines[0]
+            crew.start_lives(LIFE_SEED + seed + 10 * turn, MANY, COMPANY_S / 2, but=victim)
+            assert victim("reserve", "dram", 4) == 4
+            child = victim("fork")
+            try:
+                assert "kvtier-dram" not in Path(f"/proc/{child}/maps").read_text(), "it would keep the memory"
+                victim.kill()
+                lives += crew.end_lives(LIFE_SEED + seed + 10 * turn, but=victim)
+                crew.add(0)
+                for tier in BOTH:
+                    assert crew.engines[0]("known", tier, PRELUDE_SEED, 0, PRELUDE, 30) == PRELUDE
+                    assert crew.engines[0]("hits", tier, PRELUDE_SEED, 0, PRELUDE) == PRELUDE
+            finally:
+                os.kill(child, signal.SIGKILL)
+        crew.check()
+        crew.settle()
+    judge_lives(lives)
+    return {"forks": count, **totals(lives)}
+
+
+def two_layouts(count: int, seed: int, scratch: Path) -> Numbers:
+    """Another layout comes when DRAM is taken: it gets what is left of NVMe and no more; the first one goes on."""
+    lives = []
+    with crew_of(scratch / "cache", 2, 4 * ROOMY) as crew:
+        crew.publish(PRELUDE_SEED, PRELUDE)
+        most_bytes = 0
+        for turn in range(count):
+            crew.start_lives(LIFE_SEED + seed + 10 * turn, MANY, COMPANY_S)
+            with crew.new(layers=LAYOUT.layers + 1) as other:
+                assert other("open", OPEN_S) == ["nvme"] and "tiers.dram.bytes" in other("refusal")
+                assert other("reserve", "nvme", 4) == 4
+                files = [path.stat().st_size for path in crew.path.rglob("*/*") if path.is_file()]
+                most_bytes = max(most_bytes, sum(files))
+                assert most_bytes <= crew.nvme_bytes, f"{sum(files)} of {crew.nvme_bytes} bytes in {len(files)} files"
+            lives += crew.end_lives(LIFE_SEED + seed + 10 * turn)
+        for tier in BOTH:
+            hits, asked = crew.hits(crew.engines[1], tier)
+            assert hits == asked, f"{hits} of {asked} published blocks are left"
+        crew.check()
+    judge_lives(lives)
+    return {"visits": count, "nvme_share": most_bytes / crew.nvme_bytes, **totals(lives)}

@@ -1,0 +1,93 @@
+"""One connection as the keeper has it: bounded whoever is at the other end, fair, and in order."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from kvtier.keeper import connection as module
+from kvtier.keeper.connection import Connection
+from kvtier.keeper.frames import Frames, frame
+from kvtier.keeper.wire import ENGINE_DECODER, PROTOCOL_VERSION, Gone, Stop
+
+Pair = tuple[Connection, socket.socket]
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection = Connection(near, 0.0)
+    yield connection, far
+    connection.close()
+    far.close()
+
+
+def drain(far: socket.socket) -> bytes:
+    far.setblocking(False)
+    taken = b""
+    try:
+        while data := far.recv(1 << 20):
+            taken += data
+    except BlockingIOError:
+        pass
+    return taken
+
+
+def test_who_does_not_read_is_cut_off_at_the_bound(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "QUEUE_BYTES_MAX", 1 << 20)
+    monkeypatch.setattr(module, "CHUNK_BYTES", 1 << 12)
+    connection, _ = pair
+    piece = frame(Gone(0, list(range(1000))))
+    told: list[int] = []
+
+    def tell_on() -> None:
+        while len(told) < 10_000:
+            connection.send_bytes(piece)
+            told.append(len(piece))
+            connection.flush()
+
+    with pytest.raises(ConnectionResetError):
+        tell_on()
+    assert 1 << 20 < sum(told) < 3 << 20, "the bound and what the socket itself holds"
+
+
+def test_a_long_snapshot_takes_turns_and_what_changes_meanwhile_comes_after_it(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "FLUSH_BYTES", 1)
+    monkeypatch.setattr(module, "CHUNK_BYTES", 1)
+    connection, far = pair
+    made: list[int] = []
+
+    def pieces() -> Iterator[bytes]:
+        for number in range(5):
+            made.append(number)
+            yield frame(Gone(0, [number]))
+
+    connection.send_lazily(pieces())
+    connection.send(Gone(1, [99]))
+    frames, heard = Frames(ENGINE_DECODER), list[object]()
+    turns = 0
+    while connection.wants_to_write:
+        connection.flush()
+        turns += 1
+        heard += frames.feed(drain(far))
+        assert len(made) <= turns, "a piece is made when its turn comes"
+    assert heard == [*(Gone(0, [number]) for number in range(5)), Gone(1, [99])] and turns >= 6
+
+
+def test_descriptors_of_broken_messages_are_closed(pair: Pair) -> None:
+    connection, far = pair
+    before = len(os.listdir("/proc/self/fd"))
+    for data in (b"\xff\xff\xff\xff", frame(Stop(PROTOCOL_VERSION))[:3]):
+        with open(os.devnull) as given:
+            socket.send_fds(far, [data], [given.fileno()] * 3)
+        try:
+            _, descriptors = connection.receive()
+            module.close_all(descriptors)
+        except module.WireError:
+            pass
+    assert len(os.listdir("/proc/self/fd")) == before

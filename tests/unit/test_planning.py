@@ -1,0 +1,151 @@
+"""The arithmetic of a plan, and the command that shows it, over config.json alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tiny import make_checkpoint
+from typer.testing import CliRunner
+
+from kvtier.block import KVLayout, Tier
+from kvtier.cli.main import app
+from kvtier.models.config import ModelConfig
+from kvtier.models.ops import make_ops
+from kvtier.planning import Capacities, Served, Shape, Speeds, longest, plan, shape_of
+
+LAYOUT = KVLayout(layers=4, kv_heads=2, head_dim=64, block_tokens=16, dtype="bfloat16")
+SHAPE = Shape(LAYOUT, parameters=1000, embedding_parameters=100, heads=4, windows=(None,) * 4)
+SPEEDS = Speeds(hbm_bytes_s=1e9, dram_bytes_s=1e8, nvme_bytes_s=1e7, flops_s=1e9)
+TIERS = Capacities(hbm=10, dram=20, nvme=100, working_set=4, staged=50)
+ROW = LAYOUT.row_bytes
+
+
+@pytest.mark.parametrize(
+    ("blocks", "served", "homes", "lacking"),
+    [
+        (10, Served.RESIDENT, (10, 0, 0), 0),
+        (11, Served.FROM_DRAM, (4, 7, 0), 0),
+        (24, Served.FROM_DRAM, (4, 20, 0), 0),
+        (25, Served.FROM_NVME, (4, 20, 1), 0),
+        (74, Served.FROM_NVME, (4, 20, 50), 0),
+        (75, Served.NOWHERE, (4, 20, 50), 1),
+    ],
+)
+def test_a_context_lies_in_the_nearest_tiers_that_hold_it(
+    blocks: int, served: Served, homes: tuple[int, int, int], lacking: int
+) -> None:
+    for tokens in (blocks * 16, blocks * 16 - 15):
+        found = plan(SHAPE, TIERS, SPEEDS, tokens)
+        assert found.served is served and tuple(found.blocks[tier] for tier in Tier) == homes
+        assert found.lacking == lacking and (found.step_s == 0) == (served is Served.NOWHERE)
+
+
+def test_without_a_working_set_nothing_is_streamed() -> None:
+    small = Capacities(hbm=10, dram=20, nvme=100, working_set=0, staged=50)
+    found = plan(SHAPE, small, SPEEDS, 11 * 16)
+    assert found.served is Served.NOWHERE and found.lacking == 1
+    assert longest(SHAPE, small) == {Served.RESIDENT: 160, Served.FROM_DRAM: 0, Served.FROM_NVME: 0}
+
+
+def test_the_longest_context_of_each_way_is_served_so_and_no_longer_one_is() -> None:
+    for served, tokens in longest(SHAPE, TIERS).items():
+        assert plan(SHAPE, TIERS, SPEEDS, tokens).served is served
+        assert plan(SHAPE, TIERS, SPEEDS, tokens + 1).served is not served
+
+
+def test_a_step_costs_bytes_over_bandwidth_and_nvme_is_read_meanwhile() -> None:
+    weights_s = 900 * 2 / 1e9
+    assert plan(SHAPE, TIERS, SPEEDS, 160).step_s == pytest.approx(weights_s + 10 * ROW / 1e9)
+    assert plan(SHAPE, TIERS, SPEEDS, 11 * 16).step_s == pytest.approx(weights_s + 4 * ROW / 1e9 + 7 * ROW / 1e8)
+    near_s = weights_s + 4 * ROW / 1e9 + 20 * ROW / 1e8
+    assert plan(SHAPE, TIERS, SPEEDS, 25 * 16).step_s == pytest.approx(near_s)  # one row of NVMe takes less
+    assert near_s < 50 * ROW / 1e7
+    assert plan(SHAPE, TIERS, SPEEDS, 74 * 16).step_s == pytest.approx(50 * ROW / 1e7)
+
+
+def test_a_sliding_window_is_read_only_as_far_as_it_sees() -> None:
+    windowed = Shape(LAYOUT, 1000, 100, 4, (16, None, 16, None))
+    found = plan(windowed, TIERS, SPEEDS, 160)
+    assert found.step_bytes[Tier.HBM] == pytest.approx(10 * ROW * (0.1 + 1 + 0.1 + 1) / 4, abs=1)
+    assert windowed.prefill_flops(160) < SHAPE.prefill_flops(160)
+
+
+def test_prefill_counts_two_operations_a_weight_and_four_a_pair_and_dimension() -> None:
+    pairs = 5 * 6 // 2
+    assert SHAPE.prefill_flops(5) == 2 * 5 * 900 + 4 * pairs * 4 * 4 * 64
+    one = Shape(LAYOUT, 1000, 100, 4, (2,) * 4)
+    assert one.prefill_flops(5) == 2 * 5 * 900 + 4 * (1 + 2 + 2 + 2 + 2) * 4 * 4 * 64
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_parameters_are_those_of_the_weights(tmp_path: Path, tied: bool) -> None:
+    from kvtier.attention.reference import ReferenceAttention
+    from kvtier.models.decoder import load_decoder
+
+    folder = make_checkpoint(tmp_path, tie_word_embeddings=tied)
+    backend = ReferenceAttention()
+    decoder = load_decoder(folder, "float32", 16, backend, make_ops(backend))
+    shape = shape_of(ModelConfig.from_folder(folder), 16, "float32")
+    assert shape.layout == decoder.layout and shape.weights_bytes == decoder.weights_bytes
+
+
+def run(*arguments: object) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, ["plan", *map(str, arguments)])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+SPEED_OPTIONS = ["--memory-speed", "20GB", "--nvme-speed", "1GB", "--flops", "1e12"]
+
+
+def test_the_command_plans_what_an_engine_would_do(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "model")
+    row = KVLayout(3, 2, 16, 16, "float32").row_bytes
+    sizes = ["--hbm", 16 * row, "--dram", 40 * (row + 4096), "--nvme", "16MiB", "--set", "block_tokens=16"]
+    sizes += [
+        "--set",
+        "scheduler.streamed_max=1",
+        "--set",
+        "tiers.dram.staging_bytes=0",
+        "--dtype",
+        "float32",
+        *SPEED_OPTIONS,
+        "--cache-dir",
+        tmp_path,
+    ]
+    status, text, _ = run(folder, "--context", 100, *sizes, "--json")
+    said = json.loads(text)
+    assert status == 0 and said["served"] == "resident" and said["blocks"] == {"hbm": 7, "dram": 0, "nvme": 0}
+    status, text, _ = run(folder, "--context", 512, *sizes, "--json")
+    said = json.loads(text)
+    assert status == 0 and said["served"] == "streamed from DRAM"
+    assert said["blocks"]["dram"] == 32 - said["working_set_blocks"] and said["tokens_per_s"] > 0
+    status, text, _ = run(folder, "--context", 512, *sizes)
+    assert status == 0 and "streamed from DRAM" in text and "tokens/s at most" in text
+
+
+def test_the_command_says_what_a_refused_context_lacks(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "model")
+    row = KVLayout(3, 2, 16, 16, "float32").row_bytes
+    sizes = ["--hbm", 16 * row, "--dram", 0, "--set", "block_tokens=16", "--dtype", "float32", *SPEED_OPTIONS]
+    status, text, _ = run(folder, *sizes)
+    assert status == 1 and "refused" in text and "raise a tier's bytes" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--context", 513], "1 to 512 tokens, got 513"),
+        (["--memory-speed", "0"], "--memory-speed: more than 0 bytes a second"),
+        (["--memory-speed", "fast"], "--memory-speed: is a size such as"),
+        (["--flops", "-1"], "--flops: operations a second"),
+        (["--hbm", "1KiB"], "tiers.hbm.bytes: 1024 bytes hold 0 blocks"),
+    ],
+)
+def test_wrong_options_are_named_with_limit_and_value(tmp_path: Path, arguments: list[object], complaint: str) -> None:
+    folder = make_checkpoint(tmp_path / "model")
+    status, _, errors = run(folder, *SPEED_OPTIONS, *arguments)
+    assert status == 2 and complaint in " ".join(errors.split())

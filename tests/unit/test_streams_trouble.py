@@ -1,0 +1,105 @@
+"""Streamed sequences whose blocks hang on their way: they go on, or end within a bound, and no shelf owes an answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fakes import LAYOUT, SteppedTiers, chain_hashes
+from test_streams import Turns
+
+from kvtier.block import Tier
+from kvtier.books import LocalBooks
+from kvtier.io.base import Operation
+from kvtier.record import NO_TENANT
+from kvtier.request import FinishReason
+from kvtier.retention import PLAIN, Retention
+from kvtier.streams import STALL_S
+from kvtier.ticket import Reply
+
+BLOCK, STEP_S = LAYOUT.block_tokens, 0.01
+
+
+class LateBooks(LocalBooks):
+    """Books whose answers to questions come when they are let."""
+
+    held_back = False
+
+    def replies(self) -> list[Reply]:
+        return [] if self.held_back else super().replies()
+
+
+def test_a_preempted_one_takes_blocks_that_are_still_written_from_where_they_are(tmp_path: Path) -> None:
+    turns = Turns(tmp_path, hbm=12, slots_max=4)
+    io, scheduler = turns.tiers.io[Tier.DRAM], turns.engine.scheduler
+    streamed = turns.add(5, 20)
+    while streamed.computed_count < 6 * BLOCK:
+        turns.step()
+    io.hanging.add(Operation.WRITE)
+    while turns.homes(streamed).writing < 4:
+        turns.step()
+    scheduler._preempt(streamed, {}, turns.now)
+    since, computed = turns.now, streamed.computed_count
+    while not turns.engine.given_up:
+        turns.step()
+        turns.now += 10 * STEP_S
+        assert turns.now - since < 2 * STALL_S, f"it waits for ever for writes that hang, {streamed.state}"
+    assert turns.engine.given_up == [streamed] and streamed.computed_count == computed + 4 * BLOCK
+    assert turns.engine.passes[5] <= computed + 4 * BLOCK, "what lay in HBM was computed again"
+    io.hanging.clear()
+    turns.check_all_given_back()
+
+
+def test_a_shelf_that_is_lost_stays_until_it_has_answered(tmp_path: Path) -> None:
+    turns = Turns(tmp_path)
+    shelf, store = turns.dram, turns.tiers.store
+    books = shelf._books = shelf.holdings._books = LateBooks(shelf._books._directory)
+    books.held_back = True
+    store._reopening.know(Tier.DRAM, lambda: None)
+    sequence = turns.add(0, 20)
+    turns.step()
+    shelf._files_lost = lambda: True
+    turns.step()
+    books.held_back = False
+    while not turns.engine.given_up:
+        turns.step()
+        turns.now += 10 * STEP_S
+        assert turns.now < 100 + 2 * STALL_S, "it waits for ever for an answer of a shelf that is gone"
+    assert turns.engine.given_up == [sequence] and sequence.finish_reason is FinishReason.ERROR
+    assert "dram_held" not in store.stats() and not store.hand_down._homes
+
+
+def test_no_more_blocks_find_their_homes_on_nvme_than_a_pass_can_stage(tmp_path: Path) -> None:
+    tiers = SteppedTiers(tmp_path, 8, 2, 40)
+    hashes = chain_hashes([place % 50 for place in range(6 * BLOCK)])
+    slots = tiers.compute(hashes)
+    tiers.settle(1.0)
+    nvme, dram, hand_down = tiers.shelves[Tier.NVME], tiers.shelves[Tier.DRAM], tiers.store.hand_down
+    dram.drop([record for one in hashes for record in dram.find([one])], "evicted")
+    assert len(nvme.find(hashes)) == 6
+    hand_down.allow_nvme(2)
+    homes = hand_down.open(6, NO_TENANT, private=False)
+    homes.begun = True  # as after the loss of what it had in DRAM
+    for index, slot in enumerate(slots):
+        hand_down.hand_down(homes, index, hashes[index], slot, PLAIN, 2.0)
+    for turn in range(40):
+        tiers.step()
+        tiers.store.poll(2.0 + turn)
+        assert homes.count_of(Tier.NVME) <= 2, "more lie on NVMe than could ever be staged"
+    assert sum(home.tier is Tier.NVME for home in homes.found.values()) == 2
+
+
+def test_a_row_of_somebody_elses_is_kept_for_as_long_as_the_one_that_it_is_used_for_asks(tmp_path: Path) -> None:
+    tiers = SteppedTiers(tmp_path, 8, 10, 0)
+    hashes = chain_hashes([place % 50 for place in range(2 * BLOCK)])
+    slots = tiers.compute(hashes)
+    tiers.settle(1.0)
+    dram, hand_down = tiers.shelves[Tier.DRAM], tiers.store.hand_down
+    homes, asked = hand_down.open(2, NO_TENANT, private=False), Retention(priority=5, pinned=True)
+    homes.begun = True
+    hand_down.hand_down(homes, 0, hashes[0], slots[0], asked, 2.0)
+    hand_down.hand_down(homes, 1, hashes[1], slots[1], PLAIN, 2.0)
+    for turn in range(4):
+        tiers.step()
+        tiers.store.poll(2.0 + turn)
+    assert homes.found.keys() == {0, 1}
+    assert [(record.priority, record.pinned) for record in dram.find(hashes)] == [(5, True), (0, False)]
