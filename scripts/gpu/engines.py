@@ -132,12 +132,8 @@ def _run(config: EngineConfig, setting: Setting, device: Device) -> Outcome:
     prompt = [chance.randrange(3, setting.shape.vocab) for _ in range(setting.prompt_tokens)]
     params = SamplingParams(max_tokens=setting.tokens, temperature=0.0, ignore_eos=True)
     with Engine(config, device=device) as engine:
-        rows = _record(engine)
-        token_ids: list[int] = []
-        times: list[float] = []
-        for event in engine.stream(prompt, params):
-            token_ids.extend(event.token_ids)
-            times.append(time.monotonic())
+        rows, times = _record(engine)
+        token_ids = engine.generate([prompt], params)[0].token_ids
         stats = engine.stats()
     gaps = sorted(late - early for early, late in itertools.pairwise(times))
     streamed = {"DRAM": stats["streamed_dram_bytes"], "NVMe": stats["streamed_nvme_bytes"]}
@@ -148,24 +144,26 @@ def _run(config: EngineConfig, setting: Setting, device: Device) -> Outcome:
     return Outcome(token_ids, torch.cat(rows), gaps[len(gaps) // 2], streamed)
 
 
-def _record(engine: Engine) -> list[torch.Tensor]:
-    """Every row of logits that the engine samples from, from now on."""
+def _record(engine: Engine) -> tuple[list[torch.Tensor], list[float]]:
+    """Every row of logits that the engine samples from, from now on, and when it was on the CPU, in seconds."""
     rows: list[torch.Tensor] = []
+    times: list[float] = []
     inner, end = engine._runner.logits, engine._runner.end_logits
 
-    def logits(parts: Parts[ScheduledSequence]) -> torch.Tensor:
-        values = inner(parts)
+    def keep(values: torch.Tensor) -> torch.Tensor:
         rows.append(values.cpu().clone())
+        times.append(time.monotonic())
         return values
 
+    def logits(parts: Parts[ScheduledSequence]) -> torch.Tensor:
+        return keep(inner(parts))
+
     def end_logits(resting: RestingPass) -> torch.Tensor:
-        values = end(resting)
-        rows.append(values.cpu().clone())
-        return values
+        return keep(end(resting))
 
     engine._runner.logits = logits  # type: ignore[method-assign]
     engine._runner.end_logits = end_logits  # type: ignore[method-assign]
-    return rows
+    return rows, times
 
 
 def _compare(place: str, found: Outcome, expected: Outcome) -> Line:
