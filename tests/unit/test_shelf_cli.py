@@ -131,7 +131,8 @@ def test_clear_takes_what_was_named_and_nothing_else(engine: SharingEngine) -> N
     engine.write("nvme", pinned, Retention(pinned=True))
     engine.write("dram", plain)
     none, kept = {"dram": 0, "nvme": 0}, {"dram": 0, "nvme": 4}
-    assert shelf_json("clear", engine.path, "--tenant", "somebody") == {"cleared": none, "kept_pinned": none}
+    words = "--tenant somebody: no block here is charged to it"
+    assert words in refusal("clear", engine.path, "--tenant", "somebody"), "who mistypes a name is told"
     cleared = {"cleared": {"dram": 0, "nvme": 5}, "kept_pinned": none}
     assert shelf_json("clear", engine.path, "--tenant", "acme") == cleared
     cleared = {"cleared": {"dram": 0, "nvme": 6}, "kept_pinned": kept}
@@ -232,7 +233,8 @@ def test_warming_stops_where_others_have_taken_the_free_slots(engine: SharingEng
 
 def test_a_wrong_option_is_named_with_the_way_out(engine: SharingEngine) -> None:
     assert "is dram or nvme, got 'hbm'" in refusal("verify", engine.path, "--tier", "hbm")
-    assert "no such layout here; there are:" in refusal("clear", engine.path, "--layout", "0000ffff")
+    for verb, *options in (["ls"], ["ls", "--blocks"], ["verify"], ["clear"], ["warm"], ["pin", "--all"]):
+        assert "no such layout here; there are:" in refusal(verb, engine.path, *options, "--layout", "0000ffff")
     assert "--rate" in refusal("verify", engine.path, "--rate", "fast")
     assert "--rate" in refusal("verify", engine.path, "--rate", "0")
 
@@ -255,4 +257,12 @@ def test_a_layout_that_the_keeper_has_not_opened_is_read_and_changed_in_its_file
     assert (found["good"], found["bad"], found["dropped"]) == (5, 1, 1)
     assert shelf_json("clear", path, "--layout", layout_name(other)[:6])["cleared"] == {"dram": 0, "nvme": 5}
     assert engine.hits("nvme", block_hashes(5)) == 5
+    for name, blocks in ((layout_name(other), 0), (layout_name(LAYOUT), 5)):
+        of_one: Any = shelf_json("ls", path, "--layout", name[:6])
+        assert [layout["name"] for layout in of_one["layouts"]] == [name]
+        assert of_one["totals"]["nvme"]["blocks"] == blocks
+        text = shelf("ls", path, "--layout", name[:6]).stdout
+        assert [shown[:8] in text for shown in (name, layout_name(other), layout_name(LAYOUT))].count(True) == 2
+    of_dram: Any = shelf_json("ls", path, "--tier", "dram")
+    assert [list(layout["tiers"]) for layout in of_dram["layouts"]] == [["dram"]]
     engine.close()

@@ -54,6 +54,8 @@ def clear(
         chosen = work.choose(desk.overview(), layout, tier_name(tier))
         with work.progress("clearing", sum(shelf.rows for _, shelf in chosen)) as advance:
             cleared, kept = work.clear(desk, chosen, meant, pinned, advance)
+        if tenant and not cleared.total() + kept.total():
+            raise ShelfError(f"--tenant {tenant}: no block here is charged to it; kvtier shelf ls shows who has some")
     if as_json:
         print_json({"cleared": _by_tier(cleared), "kept_pinned": _by_tier(kept)})
         return

@@ -47,7 +47,7 @@ def list_shelves(
       [bold]kvtier shelf ls .cache/kv --blocks --tier nvme --json | head[/]
     """
     with opened_desk(path, files_will_do=True) as desk:
-        overview = desk.overview()
+        overview = work.narrowed(desk.overview(), layout, tier_name(tier))
         if not blocks:
             if as_json:
                 print_json(view.overview_json(desk, overview))
@@ -56,7 +56,7 @@ def list_shelves(
                 for line in view.tenant_lines(desk, overview):
                     typer.echo(line)
             return
-        for found, shelf in work.choose(overview, layout, tier_name(tier)):
+        for found, shelf in work.choose(overview, "", ""):
             if not as_json:
                 typer.echo(f"{found.name[:8]} {TIER_NAMES[view.TIERS[shelf.tier]]}\n{view.BLOCKS_HEAD}")
             for page in desk.rows(found.name, shelf.tier):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from kvtier.block import BlockHash
@@ -40,7 +41,7 @@ Verb = Callable[[Change, str, int, Sequence[BlockHash]], Counted]
 def choose(overview: Overview, layout: str, tier: str) -> Chosen:
     """The shelves that are meant: all, or a layout's (its first digits), or a tier's. ShelfError: there is none."""
     layouts = [view for view in overview.layouts if view.name.startswith(layout)]
-    if not layouts:
+    if not layouts and layout:
         known = ", ".join(view.name[:8] for view in overview.layouts) or "none"
         raise ShelfError(f"--layout {layout}: no such layout here; there are: {known}")
     chosen = [(view, shelf) for view in layouts for shelf in view.tiers if tier in ("", TIERS[shelf.tier])]
@@ -49,6 +50,18 @@ def choose(overview: Overview, layout: str, tier: str) -> Chosen:
     if not chosen and tier:
         raise ShelfError(f"--tier {tier}: no layout has that tier here; see kvtier shelf ls")
     return chosen
+
+
+def narrowed(overview: Overview, layout: str, tier: str) -> Overview:
+    """What is there of a layout and of a tier, as `choose` takes them, notes included. ShelfError: there is none."""
+    if layout or tier:
+        choose(overview, layout, tier)
+    layouts = [
+        msgspec.structs.replace(view, tiers=[shelf for shelf in view.tiers if tier in ("", TIERS[shelf.tier])])
+        for view in overview.layouts
+        if view.name.startswith(layout)
+    ]
+    return msgspec.structs.replace(overview, layouts=[view for view in layouts if view.tiers or not tier])
 
 
 @contextlib.contextmanager
