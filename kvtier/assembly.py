@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from kvtier.block import KVLayout, Tier
+from kvtier.byte_text import bytes_text, free_text, needed_text
 from kvtier.cache_directory import free_disk_bytes
 from kvtier.capacity import Capacity
 from kvtier.config import EngineConfig
@@ -238,8 +239,8 @@ def _terms(config: EngineConfig, layout: KVLayout) -> tuple[Terms, Terms]:
     for key, limit_bytes in limits.items():
         if 0 < limit_bytes < HEADER_BYTES + layout.row_bytes:
             raise ConfigError(
-                f"{key}: {limit_bytes} bytes hold no block, one takes {HEADER_BYTES + layout.row_bytes}; raise it, or "
-                "0 for no limit"
+                f"{key}: {free_text(limit_bytes)} hold no block, one takes "
+                f"{needed_text(HEADER_BYTES + layout.row_bytes)}; raise it, or 0 for no limit"
             )
     return Terms(pin_share, dram.tenant_bytes), Terms(pin_share, nvme.tenant_bytes, nvme.write_bytes_day)
 
@@ -250,7 +251,7 @@ def _report(config: EngineConfig, decoder: Decoder, store: Store, context: int, 
     if streams.slots_max:
         slots += f"; contexts larger than HBM: {streams.streams_max} at once, {streams.slots_max} blocks of HBM each"
     _log.info(
-        "%s %s on %s, %d layers, context %d, attention %s; block %d tokens = %d bytes (%d each); %s; a pass stages %d",
+        "%s %s on %s, %d layers, context %d, attention %s; block %d tokens = %s (%s each); %s; a pass stages %d",
         decoder.config.family,
         layout.dtype,
         config.device,
@@ -258,8 +259,8 @@ def _report(config: EngineConfig, decoder: Decoder, store: Store, context: int, 
         context,
         config.attention,
         layout.block_tokens,
-        layout.row_bytes,
-        layout.token_bytes,
+        bytes_text(layout.row_bytes),
+        bytes_text(layout.token_bytes),
         slots,
         store.stager.blocks_max if store.stager is not None else 0,
     )

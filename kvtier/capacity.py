@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvtier.block import KVLayout, Tier
+from kvtier.byte_text import free_text, needed_text
 from kvtier.record import NO_TENANT
 from kvtier.store import Store
 
@@ -50,8 +51,8 @@ class Capacity:
         needed, hbm = self.layout.block_count(tokens) * row_bytes, self.slots_max * row_bytes
         dram, nvme = (self._rows(tier, tenant) * row_bytes for tier in (Tier.DRAM, Tier.NVME))
         return (
-            f"they need {needed} bytes and there are {hbm + dram + nvme}: of HBM {hbm} for each of "
-            f"scheduler.streamed_max requests, of DRAM {dram}, of NVMe {nvme}"
+            f"they need {needed_text(needed)} and there are {free_text(hbm + dram + nvme)}: of HBM {free_text(hbm)} "
+            f"for each of scheduler.streamed_max requests, of DRAM {free_text(dram)}, of NVMe {free_text(nvme)}"
         )
 
     def _rows(self, tier: Tier, tenant: bytes) -> int:

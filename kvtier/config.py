@@ -16,41 +16,8 @@ from typing import Annotated, Literal, Union, get_origin
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from kvtier.byte_text import parse_bytes, parse_whole_bytes
 from kvtier.errors import ConfigError
-
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-
-
-def parse_bytes(value: object) -> int | float:
-    """A size: whole bytes, text such as `512MiB`, or a share of what is free (a float above 0 and below 1)."""
-    if isinstance(value, bool):
-        raise ValueError("is a size such as 512MiB, or a share of what is free such as 0.5")
-    if isinstance(value, str):
-        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*([A-Za-z]*)\s*", value)
-        if match is None or match[2].upper() not in _UNITS:
-            raise ValueError(
-                "is a size such as 512MiB (B, KiB .. TiB, KB .. TB) or a share of what is free such as 0.5"
-            )
-        number = float(match[1])
-        value = number if match[2] == "" and "." in match[1] else int(number * _UNITS[match[2].upper()])
-    if isinstance(value, float):
-        if 0 < value < 1:
-            return value
-        if not value.is_integer():
-            raise ValueError("a share of what is free lies above 0 and below 1; a size needs a unit, such as 512MiB")
-        value = int(value)
-    if not isinstance(value, int) or not 0 <= value <= 2**50:
-        raise ValueError("is a size from 0 to 1024TiB, such as 512MiB")
-    return value
-
-
-def parse_whole_bytes(value: object) -> int:
-    """A size that is no share of anything."""
-    parsed = parse_bytes(value)
-    if isinstance(parsed, float):
-        raise ValueError("is a size such as 512MiB, not a share")
-    return parsed
 
 
 def parse_device(value: object) -> str:

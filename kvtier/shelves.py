@@ -14,6 +14,7 @@ from pathlib import Path
 
 from kvtier.block import KVLayout, Tier
 from kvtier.books import LocalBooks
+from kvtier.byte_text import bytes_text, free_text, needed_text
 from kvtier.cache_directory import CacheDirectory, layout_name
 from kvtier.config import IoConfig
 from kvtier.directory import Directory
@@ -187,7 +188,8 @@ def dram_slot_count(form: RowFormat, budget_bytes: int) -> int:
     slot_count = budget_bytes // form.slot_bytes
     if slot_count == 0:
         raise ConfigError(
-            f"tiers.dram.bytes: {budget_bytes} bytes hold no block, one takes {form.slot_bytes}; raise it, or 0 for off"
+            f"tiers.dram.bytes: {free_text(budget_bytes)} hold no block, one takes {needed_text(form.slot_bytes)}; "
+            "raise it, or 0 for off"
         )
     return slot_count
 
@@ -201,11 +203,12 @@ def nvme_slot_count(form: RowFormat, budget_bytes: int, other_bytes: int) -> int
     if slot_count < 1:
         needed_bytes = budget_bytes - left_bytes + form.slot_bytes + journal_slot_bytes
         raise ShelfError(
-            f"tiers.nvme.bytes: {budget_bytes} bytes, of which other row layouts in the cache directory hold "
-            f"{other_bytes}; one block needs a budget of {needed_bytes}. Raise it, or remove their folders"
+            f"tiers.nvme.bytes: {free_text(budget_bytes)}, of which other row layouts in the cache directory hold "
+            f"{needed_text(other_bytes)}; one block needs a budget of {needed_text(needed_bytes)}. "
+            "Raise it, or remove their folders"
         )
     if other_bytes:
-        log.info("other row layouts hold %d bytes of tiers.nvme.bytes", other_bytes)
+        log.info("other row layouts hold %s of tiers.nvme.bytes", bytes_text(other_bytes))
     return slot_count
 
 

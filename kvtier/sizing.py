@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 
 from kvtier.block import KVLayout
+from kvtier.byte_text import free_text, needed_text
 from kvtier.config import EngineConfig
 from kvtier.errors import ConfigError
 from kvtier.tiers.memory import free_memory_bytes
@@ -30,8 +31,8 @@ def hbm_slot_count(config: EngineConfig, layout: KVLayout, free_bytes: int | Non
     slot_count = budget // layout.row_bytes
     if slot_count < 2:
         raise ConfigError(
-            f"tiers.hbm.bytes: {budget} bytes hold {slot_count} blocks of {config.block_tokens} tokens, at least 2 are "
-            f"needed; set it to {2 * layout.row_bytes} or more, or lower block_tokens"
+            f"tiers.hbm.bytes: {free_text(budget)} hold {slot_count} blocks of {config.block_tokens} tokens, at least "
+            f"2 are needed; set it to {needed_text(2 * layout.row_bytes)} or more, or lower block_tokens"
         )
     return slot_count
 

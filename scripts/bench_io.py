@@ -22,7 +22,8 @@ from bench.fio import HOW_TO_GET, Fio, has_fio  # noqa: E402
 from bench.io_report import Case, Round, plot, print_report, to_json  # noqa: E402
 from bench.nvme_tier import NvmeTier, busy_thread  # noqa: E402
 
-from kvtier.config import IoConfig, parse_bytes  # noqa: E402
+from kvtier.byte_text import parse_bytes  # noqa: E402
+from kvtier.config import IoConfig  # noqa: E402
 from kvtier.errors import KvtierError  # noqa: E402
 
 DESCRIPTION = """\

@@ -22,7 +22,19 @@ BELOW = {
     TOP: {WORDS, BOOKS, BYTES, SHELF, STORE, MIND, BODY},
 }
 FLOORS = {
-    WORDS: ["_native", "errors", "config", "block", "namespace", "request", "record", "retention", "terms", "ticket"],
+    WORDS: [
+        "_native",
+        "errors",
+        "byte_text",
+        "config",
+        "block",
+        "namespace",
+        "request",
+        "record",
+        "retention",
+        "terms",
+        "ticket",
+    ],
     BOOKS: [
         "eviction",
         "pool",

@@ -15,12 +15,12 @@ from rich.console import Console
 from rich.table import Table
 
 from kvtier.block import Tier
+from kvtier.byte_text import bytes_text, needed_text, parse_whole_bytes
 from kvtier.cli import options
 from kvtier.cli.groups import with_groups
 from kvtier.cli.options import option
-from kvtier.cli.shelf.view import as_size
 from kvtier.cli.terminal import TIER_NAMES, messages, reported
-from kvtier.config import EngineConfig, parse_whole_bytes
+from kvtier.config import EngineConfig
 from kvtier.errors import ConfigError, InvalidRequest
 
 if TYPE_CHECKING:
@@ -208,14 +208,15 @@ def _show(
     layout = shape.layout
     total_bytes = layout.block_count(result.tokens) * layout.row_bytes
     console.print(
-        f"{result.tokens:,} tokens of KV in {layout.dtype}: [bold]{as_size(total_bytes)}[/] "
-        f"({as_size(layout.token_bytes)} a token, {as_size(layout.row_bytes)} a block of {layout.block_tokens}); "
-        f"weights {as_size(shape.weights_bytes)}"
+        f"{result.tokens:,} tokens of KV in {layout.dtype}: [bold]{bytes_text(total_bytes)}[/] "
+        f"({bytes_text(layout.token_bytes)} a token, {bytes_text(layout.row_bytes)} a block of {layout.block_tokens}); "
+        f"weights {bytes_text(shape.weights_bytes)}"
     )
     console.print(_homes_table(layout.row_bytes, capacities, speeds, result))
     if result.lacking:
         console.print(
-            f"[bold red]refused:[/] {as_size(result.lacking * layout.row_bytes)} find no place; raise a tier's bytes"
+            f"[bold red]refused:[/] {needed_text(result.lacking * layout.row_bytes)} find no place; raise a tier's "
+            "bytes"
             + ("" if capacities.working_set else "; HBM is too small for a streamed sequence")
             + ", or ask for a shorter context"
         )
@@ -223,7 +224,7 @@ def _show(
         console.print(f"served: [bold]{result.served.value}[/]")
         console.print(
             f"a decode step of it alone: at least [bold]{_time(result.step_s)}[/], {1 / result.step_s:,.1f} tokens/s "
-            f"at most (weights {as_size(shape.step_bytes)} and KV, once each; NVMe is read ahead meanwhile)"
+            f"at most (weights {bytes_text(shape.step_bytes)} and KV, once each; NVMe is read ahead meanwhile)"
         )
         loads = "".join(f", from {TIER_NAMES[tier.value]} {_time(s)}" for tier, s in result.load_s.items())
         console.print(f"its first token: computed {_time(result.prefill_s)}{loads} (arithmetic or bytes alone)")
@@ -247,9 +248,9 @@ def _homes_table(row_bytes: int, capacities: Capacities, speeds: Speeds, result:
         here, read = result.blocks[tier], result.step_bytes[tier]
         table.add_row(
             TIER_NAMES[tier.value],
-            as_size(count * row_bytes),
-            as_size(here * row_bytes) if here else "-",
-            as_size(read) if read else "-",
+            bytes_text(count * row_bytes),
+            bytes_text(here * row_bytes) if here else "-",
+            bytes_text(read) if read else "-",
             f"{speed / 1e9:,.1f} GB/s" if read else "",
             _time(read / speed) if read else "",
         )

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 
 from kvtier.block import ALIGNMENT, DeviceRow, KVLayout
+from kvtier.byte_text import needed_text
 from kvtier.device.ferry import DeviceFerry
 from kvtier.device.mapped import MappedHost, cuda_runtime
 from kvtier.errors import ConfigError
@@ -45,7 +46,9 @@ class DeviceArena:
                 memory = torch.empty(self.bytes_total + ALIGNMENT, dtype=torch.uint8, device=device)
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
-            raise ConfigError(f"{key}: {self.bytes_total} bytes of memory of {device} refused ({reason})") from None
+            raise ConfigError(
+                f"{key}: {needed_text(self.bytes_total)} of memory of {device} refused ({reason})"
+            ) from None
         skipped = -memory.data_ptr() % ALIGNMENT
         self._rows = memory[skipped : skipped + self.bytes_total].view(slot_count, layout.row_bytes)
 

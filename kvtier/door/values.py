@@ -43,7 +43,7 @@ def text(name: str, value: object, bytes_max: int) -> str:
     except UnicodeError as error:
         raise InvalidRequest(f"{name}: is not valid UTF-8: {error.reason}") from None  # type: ignore[attr-defined]
     if len(encoded) > bytes_max:
-        raise InvalidRequest(f"{name}: at most {bytes_max} bytes, got {len(encoded)}")
+        raise InvalidRequest(f"{name}: at most {bytes_max:,} bytes, got {len(encoded):,}")
     return decoded
 
 

@@ -12,6 +12,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from kvtier.byte_text import needed_text
 from kvtier.directory import SlotState
 from kvtier.errors import ShelfError
 from kvtier.io.files import check_sealed, seal
@@ -123,5 +124,5 @@ def make_sealed(name: str, total_bytes: int) -> int:
         seal(descriptor)
     except OSError as error:
         os.close(descriptor)
-        raise ShelfError(f"{total_bytes} bytes of memory refused ({error.strerror})") from None
+        raise ShelfError(f"{needed_text(total_bytes)} of memory refused ({error.strerror})") from None
     return descriptor

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from kvtier.byte_text import needed_text
 from kvtier.cache_directory import CacheDirectory
 from kvtier.directory import SlotState
 from kvtier.errors import ShelfError
@@ -79,7 +80,9 @@ def make_dram(form: RowFormat, policy: PolicyMaker, terms: Terms, budget_bytes: 
     """A fresh DRAM tier of at most so many bytes. KvtierError if they cannot be had."""
     slot_count = budget_bytes // form.slot_bytes
     if slot_count <= 0:
-        raise ShelfError(f"other row layouts leave too little of tiers.dram.bytes: one block takes {form.slot_bytes}")
+        raise ShelfError(
+            f"other row layouts leave too little of tiers.dram.bytes: one block takes {needed_text(form.slot_bytes)}"
+        )
     slab = make_dram_slab(form.slot_bytes, slot_count)
     try:
         table = SlotTable.make(slot_count)

@@ -10,6 +10,7 @@ import mmap
 from dataclasses import dataclass
 
 from kvtier.block import KVLayout
+from kvtier.byte_text import needed_text
 from kvtier.errors import ConfigError
 from kvtier.tiers.memory import address_of, advise_huge, check_memory, populate
 
@@ -39,7 +40,7 @@ class HbmArena:
             advise_huge(mapping)
             populate(mapping)
         except OSError as error:
-            raise ConfigError(f"{key}: {self.bytes_total} bytes of memory refused ({error.strerror})") from None
+            raise ConfigError(f"{key}: {needed_text(self.bytes_total)} of memory refused ({error.strerror})") from None
         self._address = address_of(mapping)
         self._view: memoryview | None = memoryview(mapping)
 

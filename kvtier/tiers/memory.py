@@ -12,6 +12,7 @@ import mmap
 from pathlib import Path
 
 from kvtier.block import ALIGNMENT
+from kvtier.byte_text import free_text, needed_text
 from kvtier.errors import ConfigError
 
 _MADV_POPULATE_WRITE = 23
@@ -33,8 +34,8 @@ def check_memory(key: str, asked_bytes: int, root: Path = Path("/")) -> None:
     free_bytes = free_memory_bytes(root)
     if asked_bytes > free_bytes:
         raise ConfigError(
-            f"{key}: {asked_bytes} bytes ({asked_bytes >> 20} MiB) of memory asked, "
-            f"{free_bytes} bytes ({free_bytes >> 20} MiB) are free on this machine or in its cgroup; lower {key}"
+            f"{key}: {needed_text(asked_bytes)} of memory asked, {free_text(free_bytes)} are free on this machine or "
+            f"in its cgroup; lower {key}"
         )
 
 

@@ -15,6 +15,7 @@ import struct
 from dataclasses import dataclass
 
 from kvtier.block import ALIGNMENT
+from kvtier.byte_text import free_text, needed_text
 from kvtier.errors import ConfigError, ShelfError
 from kvtier.io.base import SystemCalls, uninterrupted
 from kvtier.io.files import check_private, check_sealed, lock_exclusively, seal
@@ -97,7 +98,7 @@ def make_dram_slab(slot_bytes: int, slot_count: int, key: str = "tiers.dram.byte
         seal(descriptor)
     except OSError as error:
         os.close(descriptor)
-        raise ConfigError(f"{key}: {total_bytes} bytes of memory refused ({error.strerror})") from None
+        raise ConfigError(f"{key}: {needed_text(total_bytes)} of memory refused ({error.strerror})") from None
     return Slab(descriptor, 0, slot_bytes, slot_count, os.urandom(EPOCH_BYTES), mapping=mapping)
 
 
@@ -247,8 +248,8 @@ def _resize(slab: Slab, folder: int, fresh: bool, calls: SystemCalls) -> None:
         else:
             os.ftruncate(slab.descriptor, min(before.st_size, slab.total_bytes))
         raise ShelfError(
-            f"tiers.nvme.bytes: the slab needs {needed_bytes} more bytes ({needed_bytes >> 20} MiB) on its disk, "
-            f"{free_bytes} ({free_bytes >> 20} MiB) are free"
+            f"tiers.nvme.bytes: the slab needs {needed_text(needed_bytes)} more on its disk, "
+            f"{free_text(free_bytes)} are free"
             + (f" ({error.strerror})" if error is not None else "")
             + "; lower tiers.nvme.bytes or choose another tiers.nvme.path"
         )

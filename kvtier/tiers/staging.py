@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 
+from kvtier.byte_text import needed_text
 from kvtier.errors import ConfigError
 from kvtier.tiers.arena import Arena, Window
 from kvtier.tiers.memory import address_of, advise_huge, check_memory, populate
@@ -28,7 +29,7 @@ class StagingMemory:
             advise_huge(mapping)
             populate(mapping)
         except OSError as error:
-            raise ConfigError(f"{key}: {self.bytes_total} bytes of memory refused ({error.strerror})") from None
+            raise ConfigError(f"{key}: {needed_text(self.bytes_total)} of memory refused ({error.strerror})") from None
         self._address = address_of(mapping)
         self._window: Window | None = None
         self._view = memoryview(mapping)

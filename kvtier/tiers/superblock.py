@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from xxhash import xxh3_64_intdigest
 
 from kvtier.block import ALIGNMENT
+from kvtier.byte_text import bytes_text
 from kvtier.io.base import SystemCalls, uninterrupted, write_all
 
 log = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ def read_superblock(descriptor: int, slot_bytes: int) -> tuple[bytes | None, int
         version, shape = found
         if version == SLAB_VERSION and shape.slot_bytes == slot_bytes:
             return shape.epoch, shape.slot_count
-        log.warning("NVMe slab of version %d with slots of %d bytes is made anew", version, shape.slot_bytes)
+        log.warning("NVMe slab of version %d with slots of %s is made anew", version, bytes_text(shape.slot_bytes))
     else:
         log.warning("NVMe slab with a damaged superblock is made anew")
     return None, 0

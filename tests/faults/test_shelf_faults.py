@@ -322,7 +322,9 @@ def test_a_full_disk_is_refused_with_sums_and_used_once_there_is_room(small_disk
     with open(small_disk / "hog", "wb") as hog:
         hog.write(bytes(3_500_000))
     cache = small_disk / "cache"
-    with pytest.raises(ShelfError, match=r"tiers\.nvme\.bytes: the slab needs \d+ more bytes .* \d+ .* are free"):
+    with pytest.raises(
+        ShelfError, match=r"tiers\.nvme\.bytes: the slab needs [\d.]+ .iB more on its disk, [\d.]+ .iB are free"
+    ):
         nvme_user(cache)
     assert [path.name for path in (cache / layout_name(LAYOUT)).iterdir()] == []
     (small_disk / "hog").unlink()

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.config import EngineConfig, parse_bytes
+from kvtier.byte_text import parse_bytes
+from kvtier.config import EngineConfig
 from kvtier.errors import ConfigError
 
 

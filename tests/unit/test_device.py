@@ -71,7 +71,7 @@ def test_slots_of_an_arena_are_aligned_and_apart() -> None:
 
 
 def test_an_arena_that_does_not_fit_names_its_key() -> None:
-    with pytest.raises(ConfigError, match=r"tiers\.hbm\.bytes: \d+ bytes of memory of cpu refused"):
+    with pytest.raises(ConfigError, match=r"tiers\.hbm\.bytes: [\d.]+ .iB of memory of cpu refused"):
         DeviceArena(LAYOUT, 1 << 45, CPU)
 
 

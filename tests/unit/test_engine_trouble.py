@@ -447,7 +447,7 @@ def test_an_hbm_that_a_hung_disk_could_keep_whole_is_refused_with_a_way_out(chec
 
 @pytest.mark.parametrize("key", ["tiers.dram.tenant_bytes", "tiers.nvme.tenant_bytes", "tiers.nvme.write_bytes_day"])
 def test_a_limit_that_no_block_fits_is_refused_with_a_way_out(checkpoint: Path, key: str) -> None:
-    text = rf"{key}: 16383 bytes hold no block, one takes 16384; raise it, or 0 for no limit"
+    text = rf"{key}: 15.9 KiB hold no block, one takes 16.0 KiB; raise it, or 0 for no limit"
     limit: dict[str, object] = {key.replace(".", "__"): 16383}
     with pytest.raises(ConfigError, match=text), opened(checkpoint, **limit):
         pass

@@ -236,7 +236,9 @@ def test_what_the_context_cannot_hold_is_refused_before_it_is_tokenized(
     text = FakeRequest(text_input=np.array([[b"x" * (longest + 1)]], dtype=np.object_))
     tokens = FakeRequest(input_ids=ids(1, CONTEXT + 1) % 250)
     served.execute([text, tokens])
-    assert text.sender.error().message == f"INVALID_ARGUMENT: text_input: at most {longest} bytes, got {longest + 1}"
+    assert (
+        text.sender.error().message == f"INVALID_ARGUMENT: text_input: at most {longest:,} bytes, got {longest + 1:,}"
+    )
     assert tokens.sender.error().message == f"INVALID_ARGUMENT: input_ids: at most {CONTEXT} values, got {CONTEXT + 1}"
     assert tokenized == []
 

@@ -142,7 +142,7 @@ def test_the_command_says_what_a_refused_context_lacks(tmp_path: Path) -> None:
         (["--memory-speed", "0"], "--memory-speed: more than 0 bytes a second"),
         (["--memory-speed", "fast"], "--memory-speed: is a size such as"),
         (["--flops", "-1"], "--flops: operations a second"),
-        (["--hbm", "1KiB"], "tiers.hbm.bytes: 1024 bytes hold 0 blocks"),
+        (["--hbm", "1KiB"], "tiers.hbm.bytes: 1.0 KiB hold 0 blocks"),
     ],
 )
 def test_wrong_options_are_named_with_limit_and_value(tmp_path: Path, arguments: list[object], complaint: str) -> None:

@@ -14,10 +14,11 @@ from types import ModuleType
 import pytest
 from rich.console import Console
 
+from kvtier.byte_text import parse_bytes
 from kvtier.cli import demonstration, quickstart
 from kvtier.cli.demonstration import FILLERS, OVERRIDES, PROMPT, STAGES, Run, failures
 from kvtier.cli.ledger import NOTE, QUESTION, ledger
-from kvtier.config import EngineConfig, parse_bytes
+from kvtier.config import EngineConfig
 from kvtier.serving import Ports
 from kvtier.serving.http import ControlClient
 from kvtier.tiers.header import HEADER_BYTES

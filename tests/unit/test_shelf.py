@@ -388,7 +388,7 @@ def test_the_configuration_and_the_file_say_what_moves_rows(
 
 
 def test_budgets_that_hold_no_block_name_the_key(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"tiers\.dram\.bytes: 100 bytes hold no block"):
+    with pytest.raises(ConfigError, match=r"tiers\.dram\.bytes: 100 B hold no block"):
         open_dram_shelf(LAYOUT, NAMESPACE, 100, IO, lambda: None)
     with pytest.raises(ShelfError, match=r"tiers\.nvme\.bytes: 100 bytes"):
         nvme_user(tmp_path / "cache", 100)
@@ -486,7 +486,9 @@ def test_all_layouts_and_journals_stay_within_one_budget(tmp_path: Path) -> None
         user.write(HASHES[start : start + 8])
         assert directory_bytes(tmp_path / "cache") <= budget
     closed(user)
-    with pytest.raises(ShelfError, match=r"other row layouts .* hold \d{6}; one block needs a budget of"):
+    with pytest.raises(
+        ShelfError, match=r"other row layouts .* hold [\d.]+ KiB; one block needs a budget of [\d.]+ .iB\."
+    ):
         nvme_user(tmp_path / "cache", budget, layout=OTHER_LAYOUT)
     other = nvme_user(tmp_path / "cache", 2 * budget, layout=OTHER_LAYOUT)
     assert budget // 2 < directory_bytes(tmp_path / "cache") <= 2 * budget

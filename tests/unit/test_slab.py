@@ -134,7 +134,7 @@ def test_a_failed_allocation_leaves_nothing_behind(folder: int, tmp_path: Path) 
             os.posix_fallocate(descriptor, offset, length // 2)
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    with pytest.raises(ShelfError, match=r"tiers\.nvme\.bytes: .* more bytes .* are free .*No space"):
+    with pytest.raises(ShelfError, match=r"tiers\.nvme\.bytes: .* more on its disk.* are free .*No space"):
         open_nvme_slab(folder, SLOT_BYTES, 50, HalfAllocated())
     assert os.listdir(tmp_path) == []
     epoch, _ = opened(folder, 5)

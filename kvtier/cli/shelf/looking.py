@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from kvtier.byte_text import bytes_text, parse_bytes
 from kvtier.cli.shelf import view, work
 from kvtier.cli.shelf.options import (
     STATUS_UNWELL,
@@ -25,7 +26,6 @@ from kvtier.cli.shelf.options import (
     warn,
 )
 from kvtier.cli.terminal import TIER_NAMES
-from kvtier.config import parse_bytes
 from kvtier.errors import ShelfError
 
 
@@ -114,7 +114,7 @@ def verify(
         for row in found.bad_rows:
             typer.echo(f"bad: {row['tier']} block {str(row['hash'])[:16]} in slot {row['slot']}: {row['reason']}")
         typer.echo(
-            f"{found.rows:,} rows ({view.as_size(found.read_bytes)}) in {found.seconds:.1f} s: "
+            f"{found.rows:,} rows ({bytes_text(found.read_bytes)}) in {found.seconds:.1f} s: "
             f"{found.good:,} good, {found.bad:,} bad ({found.dropped:,} dropped), "
             f"{found.changed:,} replaced meanwhile, {found.unreadable:,} unreadable"
         )

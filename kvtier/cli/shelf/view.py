@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 from rich.table import Table
 
+from kvtier.byte_text import bytes_text
 from kvtier.cli.terminal import TIER_NAMES
 from kvtier.keeper.desk import Desk
 from kvtier.keeper.operator_wire import LayoutView, Overview, OwnerView, RowPage, TierView
@@ -24,15 +25,6 @@ TIERS = ("dram", "nvme")
 TENANTS_SHOWN = 8
 HASH_DIGITS = 16
 TENANT_DIGITS = 12
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-
-
-def as_size(count: int) -> str:
-    """Bytes for people."""
-    value, unit = float(count), 0
-    while value >= 1024 and unit < len(_UNITS) - 1:
-        value, unit = value / 1024, unit + 1
-    return f"{value:.0f} {_UNITS[unit]}" if unit == 0 or value >= 100 else f"{value:.1f} {_UNITS[unit]}"
 
 
 def overview_json(desk: Desk, overview: Overview) -> dict[str, object]:
@@ -87,11 +79,11 @@ def layouts_table(desk: Desk, overview: Overview) -> Table:
             table.add_row(
                 name,
                 TIER_NAMES[TIERS[tier.tier]],
-                as_size(layout.row_bytes),
+                bytes_text(layout.row_bytes),
                 f"{tier.slots:,}",
                 f"{tier.rows:,}",
-                as_size(used),
-                as_size(total),
+                bytes_text(used),
+                bytes_text(total),
             )
             name = ""
     return table
@@ -181,16 +173,16 @@ def _bytes(layout: LayoutView, tier: TierView) -> tuple[int, int]:
 def _tier_text(desk: Desk, layout: LayoutView, view: TierView) -> str:
     used, total = _bytes(layout, view)
     parts = [
-        f"{view.rows:,} blocks in {view.slots:,} slots, {as_size(used)} of {as_size(total)} used",
+        f"{view.rows:,} blocks in {view.slots:,} slots, {bytes_text(used)} of {bytes_text(total)} used",
         f"{view.pinned:,} pinned",
         f"{view.evictions:,} evicted, {view.expirations:,} expired",
     ]
     if view.tier == 1:
-        parts.append(f"journal {as_size(journal_bytes(desk, layout))}")
+        parts.append(f"journal {bytes_text(journal_bytes(desk, layout))}")
     if view.written_bytes_max:
-        parts.append(f"{as_size(view.written_bytes)} of {as_size(view.written_bytes_max)} a day written")
+        parts.append(f"{bytes_text(view.written_bytes)} of {bytes_text(view.written_bytes_max)} a day written")
     elif view.written_bytes:  # read from files, which do not know the budget
-        parts.append(f"{as_size(view.written_bytes)} written within a day")
+        parts.append(f"{bytes_text(view.written_bytes)} written within a day")
     if view.frozen:
         parts.append("grants nothing until the I/O of engines that are gone has landed")
     return "; ".join(parts)
