@@ -61,6 +61,15 @@ class Stream:
         if sequence.cache_read:
             self._store.note_use(sequence.hashes, now)
 
+    @property
+    def may_start(self) -> bool:
+        """Whether its working set has a slot besides those of the next blocks, which are still on their way down."""
+        homes, index, taken = self.homes, len(self.sequence.table), 0
+        while index in homes.found or (index in homes.moves and homes.moves[index].slot is not None):
+            taken += index in homes.moves
+            index += 1
+        return taken < self._slots_max
+
     def advance(self, now: float) -> None:
         """Cut back to what was lost; if it waits for blocks, go on once they are there."""
         sequence = self.sequence
@@ -206,10 +215,14 @@ class Stream:
                 return
 
     def _fetch(self, index: int, end: int, now: float) -> bool:
-        """Bring known blocks into HBM, as many as the working set has room for; False if none are there yet."""
+        """Bring known blocks into HBM, as many as the working set has room for; False if none are there yet.
+
+        One slot is left to compute in, should nobody else give one.
+        """
         self._look_from = index + 1
-        room = min(self.window(end - index), self._store.available_count)
-        fetch = self._store.fetch(self.sequence.hashes[index : index + room], room, now, first=index) if room else None
+        room = min(self.window(end - index), self._store.available_count - 1)
+        hashes = self.sequence.hashes[index : index + max(room, 0)]
+        fetch = self._store.fetch(hashes, room + 1, now, first=index) if hashes else None
         if fetch is None or not fetch.slots:
             return False
         self._look_from = index + len(fetch.slots)

@@ -83,9 +83,10 @@ class Streams:
         for stream in self._ranked():
             sequence = stream.sequence
             if sequence.state is SequenceState.WAITING and stream.homes.begun:
-                if self._store.available_count > running_count:
+                roomy = stream.may_start
+                if roomy and self._store.available_count > running_count:
                     return sequence
-                if running_count == 0:
+                if running_count == 0 or not roomy:
                     self._wait(sequence, now)
         return None
 
