@@ -55,7 +55,9 @@ def test_cgroup_v1_counts_too(tmp_path: Path) -> None:
 def test_what_does_not_fit_names_key_asked_and_free(tmp_path: Path) -> None:
     root = machine(tmp_path, 2048, "0::/\n", {})
     check_memory("tiers.dram.bytes", 2 * MIB, root)
-    with pytest.raises(ConfigError, match=r"tiers\.dram\.bytes: 3\.0 MiB of memory asked, 2\.0 MiB are free .* lower tiers\.dram"):
+    with pytest.raises(
+        ConfigError, match=r"tiers\.dram\.bytes: 3\.0 MiB of memory asked, 2\.0 MiB are free .* lower tiers\.dram"
+    ):
         check_memory("tiers.dram.bytes", 3 * MIB, root)
 
 
