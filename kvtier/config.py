@@ -9,9 +9,9 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Literal, Union, get_origin
+from typing import Annotated, Literal, Union
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -249,20 +249,25 @@ def _explain(item: object) -> str:
     location = [str(part) for part in item["loc"]]
     key = ".".join(location)
     if item["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(location[-1], _keys_at(location[:-1]), 1)
-        hint = f"; did you mean {near[0]}?" if near else f"; known here: {', '.join(_keys_at(location[:-1]))}"
-        return f"{key}: no such key{hint}"
+        return f"{key}: no such key; {_hint(location)}"
     if item["type"] == "missing":
         return f"{key}: is needed"
     text = str(item["msg"]).removeprefix("Value error, ")
     return f"{key}: {text}, got {item['input']!r}"
 
 
-def _keys_at(location: list[str]) -> list[str]:
-    section: type[BaseModel] = EngineConfig
-    for part in location:
-        field = section.model_fields.get(part)
-        if field is None or get_origin(field.annotation) or not isinstance(field.annotation, type):
-            return []
-        section = field.annotation
-    return list(section.model_fields)
+def _hint(location: list[str]) -> str:
+    """Keys that may have been meant, in full: the one beside it that is written alike, or those so called elsewhere."""
+    keys, above = list(_keys_below(EngineConfig, "")), "".join(f"{part}." for part in location[:-1])
+    beside = [key.removeprefix(above) for key in keys if key.startswith(above) and "." not in key.removeprefix(above)]
+    near = [above + name for name in difflib.get_close_matches(location[-1], beside, 1)]
+    near = near or [key for key in keys if key.rpartition(".")[2] == location[-1]]
+    return f"did you mean {' or '.join(near)}?" if near else f"known here: {', '.join(above + name for name in beside)}"
+
+
+def _keys_below(section: type[BaseModel], prefix: str) -> Iterator[str]:
+    """Dotted names of a section's keys and, depth first, of theirs."""
+    for name, field in section.model_fields.items():
+        yield prefix + name
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _keys_below(field.annotation, f"{prefix}{name}.")

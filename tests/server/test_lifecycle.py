@@ -77,7 +77,7 @@ BAD: dict[str, tuple[Callable[[Path], dict[str, str]], list[str]]] = {
     "does-not-fit": (lambda _: {"tiers.hbm.bytes": "900TiB"}, ["tiers.hbm.bytes", "asked", "are free"]),
     "wrong-keys": (
         lambda _: {"dtype": "float8", "tiers.hbm.bites": "1MiB"},
-        ["dtype", "float8", "tiers.hbm.bites: no such key; did you mean bytes?"],
+        ["dtype", "float8", "tiers.hbm.bites: no such key; did you mean tiers.hbm.bytes?"],
     ),
 }
 

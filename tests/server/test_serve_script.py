@@ -240,4 +240,4 @@ def test_a_taken_port_is_named_before_the_start(serve: StartServed) -> None:
 def test_a_bad_key_ends_the_start_with_its_name(serve: StartServed) -> None:
     served = serve("--set=tiers.hbm.bites=1MiB")
     assert served.process.wait(60) == 1
-    assert "tiers.hbm.bites: no such key; did you mean bytes?" in served.log.read_text()
+    assert "tiers.hbm.bites: no such key; did you mean tiers.hbm.bytes?" in served.log.read_text()

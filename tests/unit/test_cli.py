@@ -137,7 +137,7 @@ def test_a_piped_chat_answers_line_by_line_and_finds_its_history_again(checkpoin
         (["MODEL", "x", "--temperature", "nan"], "temperature: must be a finite number"),
         (["MODEL", "x", "--max-tokens", "0"], "max_tokens: must be from 1"),
         (["MODEL", "x", "--hbm", "lots"], "tiers.hbm.bytes: is a size such as 512MiB"),
-        (["MODEL", "x", "--set", "tiers.hmb.bytes=1MiB"], "did you mean hbm?"),
+        (["MODEL", "x", "--set", "tiers.hmb.bytes=1MiB"], "did you mean tiers.hbm?"),
         (["MODEL", "x", "--set", "nonsense"], "KEY=VALUE"),
         (["MODEL", "x " * 2000, *SMALL], "context"),
         (["MODEL", "x", "--cache-ttl", "0", *SMALL], "cache_ttl_s: must be from 1 to 31536000, got 0"),

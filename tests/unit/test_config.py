@@ -37,7 +37,12 @@ def test_overrides_by_dotted_key_win_and_text_is_read_as_in_yaml(tmp_path: Path)
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
-        ({"tiers.hbm.byte": 1}, ["tiers.hbm.byte", "did you mean bytes"]),
+        ({"tiers.hbm.byte": 1}, ["tiers.hbm.byte: no such key; did you mean tiers.hbm.bytes?"]),
+        ({"tier.hbm.bytes": 1}, ["tier: no such key; did you mean tiers?"]),
+        ({"hbm.bytes": 1}, ["hbm: no such key; did you mean tiers.hbm?"]),
+        ({"scheduler.wait_s": 1}, ["scheduler.wait_s: no such key; did you mean tiers.nvme.wait_s?"]),
+        ({"tenant_bytes": 1}, ["did you mean tiers.dram.tenant_bytes or tiers.nvme.tenant_bytes?"]),
+        ({"tiers.hbm.zzz": 1}, ["tiers.hbm.zzz: no such key; known here: tiers.hbm.bytes"]),
         ({"blocks": 1}, ["blocks: no such key"]),
         ({"block_tokens": 7}, ["block_tokens", "16", "7"]),
         ({"tiers.hbm.bytes": "12 MoB"}, ["tiers.hbm.bytes", "MiB", "12 MoB"]),
