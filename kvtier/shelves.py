@@ -202,10 +202,12 @@ def nvme_slot_count(form: RowFormat, budget_bytes: int, other_bytes: int) -> int
     slot_count = left_bytes // (form.slot_bytes + journal_slot_bytes)
     if slot_count < 1:
         needed_bytes = budget_bytes - left_bytes + form.slot_bytes + journal_slot_bytes
+        there, needed = free_text(budget_bytes), needed_text(needed_bytes)
         raise ShelfError(
-            f"tiers.nvme.bytes: {free_text(budget_bytes)}, of which other row layouts in the cache directory hold "
-            f"{needed_text(other_bytes)}; one block needs a budget of {needed_text(needed_bytes)}. "
-            "Raise it, or remove their folders"
+            f"tiers.nvme.bytes: {there}, one block needs a budget of {needed}, since other row layouts in the cache "
+            f"directory hold {needed_text(other_bytes)}; raise it, or remove their folders"
+            if other_bytes
+            else f"tiers.nvme.bytes: {there} hold no block, with its journal one needs {needed}; raise it, or 0 for off"
         )
     if other_bytes:
         log.info("other row layouts hold %s of tiers.nvme.bytes", bytes_text(other_bytes))

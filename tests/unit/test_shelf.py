@@ -390,7 +390,9 @@ def test_the_configuration_and_the_file_say_what_moves_rows(
 def test_budgets_that_hold_no_block_name_the_key(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tiers\.dram\.bytes: 100 B hold no block"):
         open_dram_shelf(LAYOUT, NAMESPACE, 100, IO, lambda: None)
-    with pytest.raises(ShelfError, match=r"tiers\.nvme\.bytes: 100 bytes"):
+    with pytest.raises(
+        ShelfError, match=r"tiers\.nvme\.bytes: 100 B hold no block, with its journal one needs [\d.]+ KiB; raise it"
+    ):
         nvme_user(tmp_path / "cache", 100)
     many = KVLayout(layers=600, kv_heads=1, head_dim=16, block_tokens=16, dtype="float32")
     with pytest.raises(ConfigError, match="600 layers"):
@@ -487,7 +489,7 @@ def test_all_layouts_and_journals_stay_within_one_budget(tmp_path: Path) -> None
         assert directory_bytes(tmp_path / "cache") <= budget
     closed(user)
     with pytest.raises(
-        ShelfError, match=r"other row layouts .* hold [\d.]+ KiB; one block needs a budget of [\d.]+ .iB\."
+        ShelfError, match=r"one block needs a budget of [\d.]+ KiB, since other row layouts .* hold [\d.]+ KiB; raise"
     ):
         nvme_user(tmp_path / "cache", budget, layout=OTHER_LAYOUT)
     other = nvme_user(tmp_path / "cache", 2 * budget, layout=OTHER_LAYOUT)
