@@ -124,8 +124,7 @@ def _sorted(
         elif known_sampling_key(key):
             loose[key] = value
         else:
-            known = ", ".join(dict.fromkeys((*INPUTS, *SAMPLING_KEYS)))
-            raise InvalidRequest(f"parameters: unknown key {values.shown(key)}; known are {known}")
+            raise InvalidRequest(f"parameters: {values.unknown(key, (*INPUTS, *SAMPLING_KEYS))}")
     return named, loose
 
 

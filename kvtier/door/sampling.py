@@ -73,7 +73,7 @@ def sampling_params(given: Iterable[tuple[str, str, object]]) -> SamplingParams:
         if value is None or key in _IGNORED:
             continue
         if not known_sampling_key(key):
-            raise InvalidRequest(f"{place}: unknown key {values.shown(key)}; known are {', '.join(SAMPLING_KEYS)}")
+            raise InvalidRequest(f"{place}: {values.unknown(key, SAMPLING_KEYS)}")
         if key in _NEUTRAL:
             _check_neutral(key, value)
             continue

@@ -5,10 +5,11 @@ Numbers and booleans may be written as text, since clients such as genai-perf se
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from kvtier.errors import InvalidRequest
 
@@ -21,6 +22,13 @@ def shown(value: object) -> str:
     """`value` for an error text, cut to a bearable length."""
     text = repr(value)
     return text if len(text) <= SHOWN_CHARACTERS_MAX else text[:SHOWN_CHARACTERS_MAX] + "..."
+
+
+def unknown(key: str, known: Iterable[str]) -> str:
+    """What to say of a key that is none of `known`: the one that is written alike, else all of them."""
+    names = list(dict.fromkeys(known))
+    near = difflib.get_close_matches(key, names, 1)
+    return f"unknown key {shown(key)}; " + (f"did you mean {near[0]}?" if near else f"known are {', '.join(names)}")
 
 
 def single(name: str, value: object) -> object:

@@ -142,7 +142,9 @@ def test_sampling_json_may_write_numbers_and_booleans_as_text() -> None:
         ("[1]", "sampling_parameters: must be a JSON object, got [1]"),
         ("{", "sampling_parameters: is not valid JSON"),
         ("[" * 60_000, "sampling_parameters: nested deeper than 16"),
-        ('{"temprature": 1}', "sampling_parameters: unknown key 'temprature'; known are max_tokens, "),
+        ('{"temprature": 1}', "sampling_parameters: unknown key 'temprature'; did you mean temperature?"),
+        ('{"zzz": 1}', "sampling_parameters: unknown key 'zzz'; known are max_tokens, "),
+        ('{"%s": 1}' % ("z" * 60_000), "sampling_parameters: unknown key 'zzzz"),
         ('{"n": 2}', "n: is not supported beyond 1, got 2"),
         ('{"n": true}', "n: is not supported beyond 1, got True"),
         ('{"logprobs": 5}', "logprobs: is not supported beyond null, got 5"),
@@ -192,9 +194,9 @@ def test_request_parameters_stand_in_for_inputs_and_sampling() -> None:
     )
     assert asked.stream and asked.request.cache_salt == "t1"
     assert asked.request.params == SamplingParams(temperature=0.5, seed=4)
-    assert refusal({"temprature": 1}, text_input="a").startswith(
-        "parameters: unknown key 'temprature'; known are text_input"
-    )
+    for wrong, hint in (("temprature", "did you mean temperature?"), ("cache_slat", "did you mean cache_salt?")):
+        assert refusal({wrong: 1}, text_input="a") == f"parameters: unknown key '{wrong}'; {hint}"
+    assert refusal({"zzz": 1}, text_input="a").startswith("parameters: unknown key 'zzz'; known are text_input")
     assert refusal({"stream": True}, text_input="a", stream=True).startswith("stream: given twice")
 
 
