@@ -1,7 +1,7 @@
 """The cache directory on disk: made private, locked by one engine or its keeper, with one folder per row layout.
 
-Owns modes, ownership checks, the lock and the byte budget over all layouts; knows nothing of slabs or journals beyond
-their sizes. Every path below it is opened through its descriptor and never through a symlink. Used by shelves.py.
+Owns modes, ownership checks, the lock and the byte budget over all layouts; knows nothing of slabs or journals: what
+they take is layout_bytes.py's. Every path below it is opened through its descriptor and never through a symlink. Used by shelves.py.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from pathlib import Path
 from kvtier.block import KVLayout
 from kvtier.errors import ShelfError
 from kvtier.io.files import check_private, lock_exclusively
+from kvtier.layout_bytes import FOLDER_FLAGS, claimed_bytes, taken_bytes
 from kvtier.namespace import FORMAT_VERSION
 from kvtier.tiers.header import HEADER_VERSION
 
 LOCK_NAME = "keeper.lock"
-
-_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class CacheDirectory:
@@ -81,7 +80,7 @@ class CacheDirectory:
         try:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(name, 0o700, dir_fd=self.top)
-            folder = os.open(name, _FOLDER_FLAGS, dir_fd=self.top)
+            folder = os.open(name, FOLDER_FLAGS, dir_fd=self.top)
             try:
                 _check_owner(os.fstat(folder), name)
                 os.fchmod(folder, 0o700)
@@ -93,12 +92,12 @@ class CacheDirectory:
             raise ShelfError(f"layout folder {name} of the cache directory cannot be used: {error.strerror}") from None
 
     def other_bytes(self, layout: KVLayout) -> int:
-        """Bytes that all other layouts take on this directory's budget."""
+        """Bytes of this directory's budget that all other layouts take, or may come to take as they are."""
         return self.bytes_beside(layout_name(layout))
 
     def bytes_beside(self, own: str) -> int:
-        """Bytes of the files in all folders but this one."""
-        return sum(_folder_bytes(self.top, name) for name in os.listdir(self.top) if name != own)
+        """The same for all folders but this one."""
+        return sum(claimed_bytes(self.top, name) for name in os.listdir(self.top) if name != own)
 
     def holds_lock(self) -> bool:
         """Whether the lock that this process holds is still that of the directory."""
@@ -152,7 +151,7 @@ def free_disk_bytes(path: Path) -> int:
     with contextlib.suppress(OSError):  # what is there cannot be seen: opening it will say why
         top = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            used = sum(_folder_bytes(top, name) for name in os.listdir(top))
+            used = sum(taken_bytes(top, name) for name in os.listdir(top))
         finally:
             os.close(top)
     return disk.f_bavail * disk.f_frsize + used
@@ -168,7 +167,7 @@ def _open_private_folder(path: Path) -> int:
                 os.chmod(folder, 0o700)
                 made = True
     try:
-        descriptor = os.open(path, _FOLDER_FLAGS)
+        descriptor = os.open(path, FOLDER_FLAGS)
     except OSError as error:
         raise ShelfError(f"cache directory {path} cannot be opened: {error.strerror} (symlinks are refused)") from None
     try:
@@ -191,27 +190,6 @@ def _open_private_folder(path: Path) -> int:
 def _check_owner(status: os.stat_result, name: str) -> None:
     if status.st_uid != os.geteuid():
         raise ShelfError(f"{name} belongs to user {status.st_uid}, this engine runs as user {os.geteuid()}")
-
-
-def _folder_bytes(top: int, name: str) -> int:
-    """Bytes of the plain files in a sub-folder; 0 if it is none."""
-    try:
-        folder = os.open(name, _FOLDER_FLAGS, dir_fd=top)
-    except OSError:
-        return 0
-    try:
-        return sum(_file_bytes(folder, file) for file in os.listdir(folder))
-    finally:
-        os.close(folder)
-
-
-def _file_bytes(folder: int, name: str) -> int:
-    """Bytes that a plain file has or takes; 0 for anything else, or if it has gone just now: journals are renamed."""
-    try:
-        status = os.stat(name, dir_fd=folder, follow_symlinks=False)
-    except FileNotFoundError:
-        return 0
-    return max(status.st_size, status.st_blocks * 512) if stat.S_ISREG(status.st_mode) else 0
 
 
 def _close_in_children(directory: CacheDirectory) -> None:

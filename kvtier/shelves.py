@@ -195,7 +195,10 @@ def dram_slot_count(form: RowFormat, budget_bytes: int) -> int:
 
 
 def nvme_slot_count(form: RowFormat, budget_bytes: int, other_bytes: int) -> int:
-    """Slots for which slab and journal, its rewrite included, fit what other layouts leave of the budget."""
+    """Slots for which slab and journal, its rewrite included, fit what other layouts leave of the budget.
+
+    ShelfError, with the sums, if there is no room for one.
+    """
     empty = JournalShape(b"", 0, form.slice_count)
     journal_slot_bytes = JournalShape(b"", 1, form.slice_count).total_bytes_max - empty.total_bytes_max
     left_bytes = budget_bytes - other_bytes - SUPERBLOCK_BYTES - empty.total_bytes_max
@@ -205,12 +208,15 @@ def nvme_slot_count(form: RowFormat, budget_bytes: int, other_bytes: int) -> int
         there, needed = free_text(budget_bytes), needed_text(needed_bytes)
         raise ShelfError(
             f"tiers.nvme.bytes: {there}, one block needs a budget of {needed}, since other row layouts in the cache "
-            f"directory hold {needed_text(other_bytes)}; raise it, or remove their folders"
+            f"directory hold {needed_text(other_bytes)}, their journals at full length; raise it for the first engine on "
+            "the directory, choose another tiers.nvme.path, or remove folders that no engine uses"
             if other_bytes
             else f"tiers.nvme.bytes: {there} hold no block, with its journal one needs {needed}; raise it, or 0 for off"
         )
     if other_bytes:
-        log.info("other row layouts hold %s of tiers.nvme.bytes", bytes_text(other_bytes))
+        log.info(
+            "other row layouts hold %s of tiers.nvme.bytes, their journals at full length", bytes_text(other_bytes)
+        )
     return slot_count
 
 

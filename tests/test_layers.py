@@ -50,7 +50,17 @@ FLOORS = {
         "shortage",
         "cost",
     ],
-    BYTES: ["io", "tiers", "journal", "replay", "file_watch", "metrics", "cache_directory", "digest_memory"],
+    BYTES: [
+        "io",
+        "tiers",
+        "journal",
+        "replay",
+        "layout_bytes",
+        "file_watch",
+        "metrics",
+        "cache_directory",
+        "digest_memory",
+    ],
     SHELF: [
         "books",
         "shelf",

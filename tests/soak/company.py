@@ -71,23 +71,39 @@ def forked(count: int, seed: int, scratch: Path) -> Numbers:
 
 
 def two_layouts(count: int, seed: int, scratch: Path) -> Numbers:
-    """Another layout comes when DRAM is taken: it gets what is left of NVMe and no more; the first one goes on."""
+    """A layout that was there before gets its part of NVMe, a new one nothing, with the reason; the first goes on.
+
+    What a journal has yet to grow into is nobody else's: the files of all never pass the total.
+    """
     lives = []
-    with crew_of(scratch / "cache", 2, 4 * ROOMY) as crew:
+    before, new = {"layers": LAYOUT.layers + 1}, {"layers": LAYOUT.layers + 2}
+    with crew_of(scratch / "cache", 1, ROOMY, **before):
+        pass
+    with crew_of(scratch / "cache", 2, 6 * ROOMY) as crew:
         crew.publish(PRELUDE_SEED, PRELUDE)
         most_bytes = 0
         for turn in range(count):
             crew.start_lives(LIFE_SEED + seed + 10 * turn, MANY, COMPANY_S)
-            with crew.new(layers=LAYOUT.layers + 1) as other:
+            with crew.new(**before) as other, crew.new(**new) as another:
                 assert other("open", OPEN_S) == ["nvme"] and "tiers.dram.bytes" in other("refusal")
                 assert other("reserve", "nvme", 4) == 4
-                files = [path.stat().st_size for path in crew.path.rglob("*/*") if path.is_file()]
-                most_bytes = max(most_bytes, sum(files))
-                assert most_bytes <= crew.nvme_bytes, f"{sum(files)} of {crew.nvme_bytes} bytes in {len(files)} files"
-            lives += crew.end_lives(LIFE_SEED + seed + 10 * turn)
+                assert another("open", OPEN_S) == [] and "tiers.nvme.bytes" in another("refusal")
+                most_bytes = max(most_bytes, _file_bytes(crew.path))
+                lives += crew.end_lives(LIFE_SEED + seed + 10 * turn)
+                most_bytes = max(most_bytes, _file_bytes(crew.path))
+            assert most_bytes <= crew.nvme_bytes, f"{most_bytes} bytes in files, {crew.nvme_bytes} are allowed"
         for tier in BOTH:
             hits, asked = crew.hits(crew.engines[1], tier)
             assert hits == asked, f"{hits} of {asked} published blocks are left"
         crew.check()
     judge_lives(lives)
     return {"visits": count, "nvme_share": most_bytes / crew.nvme_bytes, **totals(lives)}
+
+
+def _file_bytes(path: Path) -> int:
+    """Of all files in the folders of a cache directory."""
+    sizes = []
+    for file in path.rglob("*/*"):
+        with contextlib.suppress(FileNotFoundError):  # journals are renamed
+            sizes.append(file.stat().st_size)
+    return sum(sizes)

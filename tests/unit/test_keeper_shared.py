@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,16 +13,20 @@ from pathlib import Path
 import pytest
 
 from kvtier.block import KVLayout, Tier
+from kvtier.byte_text import needed_text
 from kvtier.cache_directory import layout_name
 from kvtier.io.faulty import Call, Effect, Fault, FaultyCalls
 from kvtier.keeper.client import QUEUE_MAX
 from kvtier.keeper.desk import Desk
 from kvtier.keeper.opening import SharedShelves
 from kvtier.keeper.uses import CHAINS_MAX
+from kvtier.keeper.wire import NVME
 from kvtier.record import tenant_digest
+from kvtier.replay import JournalShape
 from kvtier.retention import Retention
 from kvtier.shelf import ShelfOutcome, WriteItem
 from kvtier.terms import STANDARD, Terms
+from kvtier.tiers.header import HEADER_BYTES
 from kvtier.tiers.slab import SLAB_NAME
 from kvtier.tiers.superblock import SUPERBLOCK_BYTES
 from tests.rows import (
@@ -245,6 +250,43 @@ def test_two_layouts_share_one_budget(start: Start) -> None:
     assert any("tiers.dram.bytes" in note for note in b.shared.seat.notes), b.shared.refusal
     a.write(Tier.DRAM, HASHES[:5])
     assert a.users[Tier.DRAM].hits(HASHES[:5]) == 5
+
+
+def test_another_layout_is_not_given_what_the_first_ones_journal_will_grow_into(start: Start) -> None:
+    a = start(nvme_bytes=4 * NVME_BYTES)
+    b = start(nvme_bytes=4 * NVME_BYTES, layout=OTHER_LAYOUT, opened=False)
+    assert not b.open(5.0)
+    [note] = [note for note in b.shared.seat.notes if note.startswith("NVMe")]
+    sums = (
+        rf"tiers\.nvme\.bytes: 4\.0 MiB, one block needs a budget of [\d.]+ MiB, .* hold {needed_text(most_bytes(a))}, "
+    )
+    assert re.search(sums, note), note
+    assert "raise it" in note and "another tiers.nvme.path" in note
+    a.write(Tier.NVME, HASHES[:5])
+    assert a.users[Tier.NVME].hits(HASHES[:5]) == 5
+
+
+def test_two_layouts_at_their_longest_fit_the_total_of_the_first_engine(start: Start) -> None:
+    first = start(nvme_bytes=NVME_BYTES, layout=OTHER_LAYOUT)
+    slot_count = first.users[Tier.NVME].shelf.slot_count
+    keeper = first.shared.seat.keeper_process
+    first.close()
+    first.users.clear()
+    end = time.monotonic() + 20
+    while Path(f"/proc/{keeper}").exists():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    a = start(nvme_bytes=4 * NVME_BYTES)
+    b = start(nvme_bytes=4 * NVME_BYTES, layout=OTHER_LAYOUT)
+    assert b.users[Tier.NVME].shelf.slot_count >= slot_count, "the first engine has left it what it had"
+    assert 3 * NVME_BYTES < most_bytes(a) + most_bytes(b) <= 4 * NVME_BYTES
+
+
+def most_bytes(engine: Engine) -> int:
+    """What an engine's NVMe layout may come to take of the disk."""
+    slab = engine.shared.seat.slabs[NVME].slab
+    slice_count = (slab.slot_bytes - HEADER_BYTES) // LAYOUT.slice_bytes
+    return slab.total_bytes + JournalShape(slab.epoch, slab.slot_count, slice_count).total_bytes_max
 
 
 def test_an_engine_that_shares_with_nobody_is_waited_for_and_its_rows_are_warm(start: Start, tmp_path: Path) -> None:

@@ -489,7 +489,8 @@ def test_all_layouts_and_journals_stay_within_one_budget(tmp_path: Path) -> None
         assert directory_bytes(tmp_path / "cache") <= budget
     closed(user)
     with pytest.raises(
-        ShelfError, match=r"one block needs a budget of [\d.]+ KiB, since other row layouts .* hold [\d.]+ KiB; raise"
+        ShelfError,
+        match=r"one block needs a budget of [\d.]+ KiB, since other row layouts .* hold [\d.]+ KiB, .*; raise",
     ):
         nvme_user(tmp_path / "cache", budget, layout=OTHER_LAYOUT)
     other = nvme_user(tmp_path / "cache", 2 * budget, layout=OTHER_LAYOUT)
