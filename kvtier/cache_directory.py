@@ -1,7 +1,8 @@
 """The cache directory on disk: made private, locked by one engine or its keeper, with one folder per row layout.
 
 Owns modes, ownership checks, the lock and the byte budget over all layouts; knows nothing of slabs or journals: what
-they take is layout_bytes.py's. Every path below it is opened through its descriptor and never through a symlink. Used by shelves.py.
+they take is layout_bytes.py's. Every path below it is opened through its descriptor and never through a symlink. Used
+by shelves.py and the keeper.
 """
 
 from __future__ import annotations

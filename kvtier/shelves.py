@@ -208,8 +208,8 @@ def nvme_slot_count(form: RowFormat, budget_bytes: int, other_bytes: int) -> int
         there, needed = free_text(budget_bytes), needed_text(needed_bytes)
         raise ShelfError(
             f"tiers.nvme.bytes: {there}, one block needs a budget of {needed}, since other row layouts in the cache "
-            f"directory hold {needed_text(other_bytes)}, their journals at full length; raise it for the first engine on "
-            "the directory, choose another tiers.nvme.path, or remove folders that no engine uses"
+            f"directory hold {needed_text(other_bytes)}, their journals at full length; raise it for the first engine "
+            "on the directory, choose another tiers.nvme.path, or remove folders that no engine uses"
             if other_bytes
             else f"tiers.nvme.bytes: {there} hold no block, with its journal one needs {needed}; raise it, or 0 for off"
         )
