@@ -1,6 +1,7 @@
 """`scripts/serve`: the Triton server on a model repository, supervised until a signal ends it.
 
-Options it does not know go to tritonserver as they are. Knows no torch and no engine.
+A server that crashes is started again. Options it does not know go to tritonserver as they are. Knows no torch and no
+engine.
 """
 
 from __future__ import annotations
@@ -8,10 +9,12 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+import time
 from pathlib import Path
 
 from kvtier.errors import KvtierError
 from kvtier.serving import Ports, ServerOptions, TritonServer, Watch
+from kvtier.serving.watch import BACKOFF_S, STEADY_S
 
 EPILOG = "Every other option goes to tritonserver, for example --model-config-name=vllm or --log-verbose=1."
 
@@ -21,20 +24,35 @@ def main(arguments: list[str] | None = None) -> int:
     server = TritonServer(parse(arguments))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.request_stop())
-    try:
-        server.start()
-    except KvtierError as error:
-        _report(str(error))
-        return 0 if server.stop_requested.is_set() else 1
+    crash_count = 0
+    while True:
+        started = time.monotonic()
+        try:
+            status = _run(server)
+        except KvtierError as error:
+            _report(str(error))
+            return 0 if server.stop_requested.is_set() else 1
+        if server.stop_requested.is_set():
+            return 0 if status == 0 else 1
+        if status is None or status >= 0:
+            _report(f"tritonserver ended on its own with status {status}")
+            return 1
+        crash_count = 1 if time.monotonic() - started >= STEADY_S else crash_count + 1
+        wait_s = BACKOFF_S[min(crash_count, len(BACKOFF_S)) - 1]
+        _report(f"tritonserver crashed ({signal.Signals(-status).name}); starting it again in {wait_s:g} s")
+        if server.stop_requested.wait(wait_s):
+            return 0
+
+
+def _run(server: TritonServer) -> int | None:
+    """Start and watch a server until it ends; its status. Raises ServingError if it does not come up."""
+    server.start()
     try:
         _report(f"ready: gRPC {server.grpc_url}, HTTP {server.http_url}, metrics {server.metrics_url}")
         Watch(server, _report).run()
     finally:
-        asked = server.stop_requested.is_set()
         status = server.stop()
-    if not asked:
-        _report(f"tritonserver ended on its own with status {status}")
-    return 0 if asked and status == 0 else 1
+    return status
 
 
 def parse(arguments: list[str] | None) -> ServerOptions:

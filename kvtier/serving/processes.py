@@ -8,12 +8,16 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
+STACK_BYTES = 64 << 20
+"""Of each thread of a server: the HTTP frontend (2.51) keeps bodies of forms, as `curl -d` sends them, twice on the
+stack, and JSON level by level; 8 MiB, the usual limit, end with 4 MB or 100,000 levels."""
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -44,6 +48,21 @@ def model_processes(prefix: str) -> list[ModelProcess]:
         if len(words) > 2 and words[0].endswith("triton_python_backend_stub") and words[2].startswith(prefix):
             found.append(ModelProcess(int(folder.name), Path(words[1]).parent.parent.name))
     return found
+
+
+def server_setup() -> Callable[[], None]:
+    """A `preexec_fn` for a server: `end_with_parent`, and stacks of `STACK_BYTES`, or what the hard limit allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
+    stack_bytes = STACK_BYTES if soft == resource.RLIM_INFINITY else max(STACK_BYTES, soft)
+    if hard != resource.RLIM_INFINITY:
+        stack_bytes = min(stack_bytes, hard)
+    follow = end_with_parent()
+
+    def prepare() -> None:
+        resource.setrlimit(resource.RLIMIT_STACK, (stack_bytes, hard))
+        follow()
+
+    return prepare
 
 
 def end_with_parent() -> Callable[[], None]:

@@ -25,7 +25,7 @@ from typing import IO
 from kvtier.serving.errors import ServingError
 from kvtier.serving.http import ControlClient
 from kvtier.serving.locate import locate
-from kvtier.serving.processes import ModelProcess, clean_up, end_with_parent, model_processes
+from kvtier.serving.processes import ModelProcess, clean_up, model_processes, server_setup
 from kvtier.serving.repository import models_of, overlay
 
 START_ATTEMPTS = 3
@@ -128,6 +128,7 @@ class TritonServer:
         A server that aborts on its own is started again, up to `START_ATTEMPTS` times. Raises ServingError when the
         start is impossible, refused, too slow or stopped by `request_stop`; nothing is left behind then.
         """
+        self._reloaded = False
         installation = locate(self.options.server_directory)
         installation.check()
         models_of(self.options.repository)
@@ -235,8 +236,10 @@ class TritonServer:
             stdout=self._log,
             stderr=self._log,
             start_new_session=True,
-            preexec_fn=end_with_parent(),
+            preexec_fn=server_setup(),
         )
+        if self.stop_requested.is_set():  # meanwhile, when there was nothing to stop yet
+            self.process.terminate()
 
     def _wait_ended(self, process: subprocess.Popen[bytes]) -> int:
         """Wait until a stopping server ends, and kill one that hangs; returns its status.

@@ -10,6 +10,8 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -205,6 +207,27 @@ def test_a_stream_that_outlasts_the_exit_timeout_is_cut_with_an_error(serve: Sta
     assert served.process.wait(60) in (0, 1)
     assert model_processes(prefix) == []
     assert list(SHARED_MEMORY.glob(f"{prefix}*")) == []
+
+
+def test_a_large_form_is_refused_and_a_server_that_crashes_comes_back(serve: StartServed) -> None:
+    served = serve()
+    served.wait_for("ready: ")
+    before, prefix, server = answers(served, SHORT), served.prefix(), served.server_pid()
+    body = json.dumps({"text_input": "a" * 9_000_000}).encode()
+    url = f"http://localhost:{served.ports.http}/v2/models/{MODEL}/generate"
+    with pytest.raises(urllib.error.HTTPError) as refused:  # the type is what urllib and `curl -d` say of it
+        urllib.request.urlopen(url, body, timeout=60)
+    assert refused.value.code == 400 and b"text_input: at most" in refused.value.read()
+    assert served.server_pid() == server, "8 MiB of stack were not enough for it"
+    os.kill(server, signal.SIGSEGV)
+    served.wait_for("tritonserver crashed (SIGSEGV); starting it again in 0 s")
+    while sum("ready: " in line for line in served.lines()) < 2:
+        served.wait_for("ready: ")
+        time.sleep(0.1)
+    assert served.server_pid() != server and answers(served, SHORT) == before
+    served.process.terminate()
+    assert served.process.wait(60) == 0
+    assert model_processes(prefix) == [] and list(SHARED_MEMORY.glob(f"{prefix}*")) == []
 
 
 def test_sigkill_of_the_supervisor_ends_the_server_too(serve: StartServed) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import os
+import resource
 import select
 import signal
 import socket
@@ -14,11 +15,12 @@ from unittest import mock
 
 import pytest
 
+from kvtier.cli import serve as serve_command
 from kvtier.cli.serve import parse
 from kvtier.serving import Ports, ServerOptions, ServingError, Watch
 from kvtier.serving.http import ControlClient, label, parse_metrics
 from kvtier.serving.locate import check_numpy, package_of
-from kvtier.serving.processes import ModelProcess
+from kvtier.serving.processes import ModelProcess, server_setup
 from kvtier.serving.repository import models_of, overlay
 
 
@@ -165,6 +167,68 @@ def test_the_exit_timeout_covers_a_long_answer_and_is_an_option() -> None:
     assert ServerOptions().exit_timeout_s >= context / tokens_per_second + unload_s
     assert parse([]).exit_timeout_s == ServerOptions().exit_timeout_s
     assert parse(["--exit-timeout-secs=7"]).exit_timeout_s == 7
+
+
+class CrashingServer:
+    """Stands for a server that ends as it was told, time after time; the last time it is asked to stop."""
+
+    def __init__(self, statuses: list[int]) -> None:
+        self.statuses = statuses
+        self.waits: list[float] = []
+        self.stop_requested = self
+        self.grpc_url = self.http_url = self.metrics_url = ""
+
+    def start(self) -> None:
+        pass
+
+    def stop(self) -> int:
+        return self.statuses.pop(0)
+
+    def is_set(self) -> bool:
+        return not self.statuses
+
+    def wait(self, timeout_s: float) -> bool:
+        self.waits.append(timeout_s)
+        return self.is_set()
+
+
+@pytest.mark.parametrize(
+    ("statuses", "result", "waits"),
+    [
+        ([0], 0, []),
+        ([1, 0], 1, []),
+        ([-signal.SIGSEGV, 0], 0, [0]),
+        ([-signal.SIGSEGV] * 7 + [0], 0, [0, 1, 2, 5, 10, 30, 30]),
+        ([-signal.SIGKILL, 1, 0], 1, [0]),
+        ([-signal.SIGKILL], 1, []),
+    ],
+    ids=["asked", "gave up", "crashed once", "crashes all the time", "gave up later", "killed when asked again"],
+)
+def test_a_server_that_crashes_is_started_again_more_and_more_slowly(
+    monkeypatch: pytest.MonkeyPatch, statuses: list[int], result: int, waits: list[float]
+) -> None:
+    server = CrashingServer(list(statuses))
+    monkeypatch.setattr(serve_command, "TritonServer", lambda _: server)
+    monkeypatch.setattr(serve_command, "Watch", mock.Mock())
+    with mock.patch("signal.signal"):
+        assert serve_command.main([]) == result
+    assert server.waits == waits
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "stack_bytes"),
+    [(8 << 20, -1, 64 << 20), (-1, -1, 64 << 20), (128 << 20, -1, 128 << 20), (8 << 20, 16 << 20, 16 << 20)],
+)
+def test_threads_of_a_server_get_stacks_for_large_bodies_as_far_as_is_allowed(
+    monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, stack_bytes: int
+) -> None:
+    assert resource.RLIM_INFINITY == -1
+    calls = mock.Mock(getrlimit=mock.Mock(return_value=(soft, hard)))
+    monkeypatch.setattr("resource.getrlimit", calls.getrlimit)
+    monkeypatch.setattr("resource.setrlimit", calls.setrlimit)
+    monkeypatch.setattr("kvtier.serving.processes.end_with_parent", lambda: calls.follow)
+    server_setup()()
+    assert calls.mock_calls[1:] == [mock.call.setrlimit(resource.RLIMIT_STACK, (stack_bytes, hard)), mock.call.follow()]
 
 
 class FakeServer:
