@@ -161,6 +161,9 @@ class HandDown:
                     self._rows.take(tier, reply, now)
             for homes in list(self._homes):
                 self._retire(homes)
+        if any(homes.refused and homes.lacking > 0 for homes in self._homes):
+            for homes in self._homes:  # rather the same places once more than none
+                self._part_with_unreadable(homes)
         return answered
 
     def retries(self) -> list[float]:

@@ -90,7 +90,7 @@ class Homes:
     lost: set[int] = field(default_factory=set)
     """Blocks whose leases are lost; they are to be given up."""
     unreadable: list[Home] = field(default_factory=list)
-    """Rows that could not be read; held to the end, so that nobody is given the same place again meanwhile."""
+    """Rows that could not be read; held so that nobody is given their places while there are others."""
     closed: bool = False
     covered: int = 0
     """Homes of leading blocks."""

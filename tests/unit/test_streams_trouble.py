@@ -10,9 +10,10 @@ from test_streams import Turns
 from kvtier.block import Tier
 from kvtier.books import LocalBooks
 from kvtier.io.base import Operation
-from kvtier.record import NO_TENANT
+from kvtier.record import NO_TENANT, Record
 from kvtier.request import FinishReason
 from kvtier.retention import PLAIN, Retention
+from kvtier.sequence import Sequence
 from kvtier.streams import STALL_S
 from kvtier.ticket import Reply
 
@@ -103,3 +104,25 @@ def test_a_row_of_somebody_elses_is_kept_for_as_long_as_the_one_that_it_is_used_
         tiers.store.poll(2.0 + turn)
     assert homes.found.keys() == {0, 1}
     assert [(record.priority, record.pinned) for record in dram.find(hashes)] == [(5, True), (0, False)]
+
+
+def corrupt_staged_rows(turns: Turns, sequence: Sequence, count: int, corrupted: set[Record]) -> None:
+    """Rows on NVMe that a sequence has, and that are not `corrupted` yet, are other bytes from now on."""
+    records = [home.lease.record for home in turns.homes(sequence).found.values() if home.tier is Tier.NVME]
+    for record in [record for record in records if record not in corrupted][:count]:
+        turns.tiers.corrupt(Tier.NVME, record.slot, 4096 + 5)
+        corrupted.add(record)
+
+
+def test_rows_that_were_lost_on_full_shelves_are_found_again_where_they_were(tmp_path: Path) -> None:
+    turns = Turns(tmp_path, dram=8, nvme=12)
+    sequence, corrupted = turns.add(0, 20, output_max=20), set[Record]()
+    for output_count in (1, 6, 12):
+        for _ in range(1000):
+            if sequence.table.staged_count and sequence.output_count >= output_count:
+                break
+            turns.step()
+        corrupt_staged_rows(turns, sequence, 1, corrupted)
+    turns.until(sequence)
+    assert turns.tiers.shelves[Tier.NVME].stats()["bad_row"] == 3
+    turns.check_tokens(sequence)
