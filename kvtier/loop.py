@@ -30,8 +30,6 @@ from kvtier.turns import StreamedTurns
 
 _log = logging.getLogger(__name__)
 
-STALLED = "HBM is held by transfers that do not end; try again later"
-STALLED_STREAM = "DRAM and NVMe have no room now for a context larger than HBM; try again later"
 PUBLISH_S = 0.1
 DRAIN_S = 60.0
 """How long a drain tries to copy before it lets go without a copy."""
@@ -172,8 +170,8 @@ class EngineLoop:
         now = time.monotonic()
         self._store.poll(now)
         plan = self._scheduler.schedule(now)
-        for sequence in self._scheduler.take_stalled():
-            self._fail(sequence, Unavailable(STALLED_STREAM if sequence.streamed else STALLED))
+        for sequence, why in self._scheduler.take_stalled():
+            self._fail(sequence, Unavailable(why))
         if plan:
             self._pass(plan)
             if self._turns is not None:

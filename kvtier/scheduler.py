@@ -21,7 +21,7 @@ from kvtier.sealing import Sealer
 from kvtier.sequence import Rank, ScheduledSequence, Sequence, SequenceState
 from kvtier.staged_parts import StagedParts
 from kvtier.store import Store
-from kvtier.streams import STALL_S, StreamLimits, Streams
+from kvtier.streams import STALL_S, STALLED, StreamLimits, Streams
 
 PATIENCE_S = 1.0
 """How long a running sequence waits for slots that transfers hold before later ones are preempted for it."""
@@ -134,15 +134,11 @@ class Scheduler:
         sequence.state = SequenceState.FINISHED
         sequence.finish_reason = reason
 
-    def take_stalled(self) -> list[Sequence]:
-        """Sequences to give up, because what they need cannot be had. Still to be finished by the caller.
-
-        In place of those that are streamed only the last in rank of all that wait: what it gives back may be what the
-        others lack.
-        """
-        stalled, self._stalled = self._stalled + self._streams.take_stalled(), []
-        residents = [sequence for sequence in stalled if not sequence.streamed]
-        return residents + (self._streams.last_stalled() if len(residents) < len(stalled) else [])
+    def take_stalled(self) -> list[tuple[Sequence, str]]:
+        """Sequences to give up and why, because what they need cannot be had. Still to be finished by the caller."""
+        stalled, self._stalled = self._stalled, []
+        residents = [(sequence, STALLED) for sequence in stalled if not sequence.streamed]
+        return residents + self._streams.take_stalled(others=len(residents) < len(stalled))
 
     def held(self) -> Counter[int]:
         """Holds of all sequences and fetches by slot (for `Store.check`)."""

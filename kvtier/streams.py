@@ -11,6 +11,7 @@ from bisect import insort
 from dataclasses import dataclass
 
 from kvtier.block import Tier
+from kvtier.byte_text import free_text, needed_text
 from kvtier.sequence import Rank, ScheduledSequence, Sequence, SequenceState
 from kvtier.store import Store
 from kvtier.stream import Stream
@@ -22,6 +23,8 @@ Each time it leases what DRAM has of its prompt and has that judged.
 """
 STALL_S = 30.0
 """A sequence is given up after waiting this long for what nobody is about to give back."""
+STALLED = "HBM is held by transfers that do not end; try again later"
+UNREADABLE = "NVMe keeps losing rows of a context larger than HBM; try again later"
 ROUNDS_MAX = 8
 """Questions and answers before one plan, where the books answer at once."""
 
@@ -50,6 +53,9 @@ class Streams:
         self._retry_at = 0.0
         self._now = 0.0
         self._stalled: list[Sequence] = []
+        """Have waited for too long."""
+        self._losing: list[Sequence] = []
+        """Have lost rows for too long."""
 
     @property
     def waiting(self) -> list[Sequence]:
@@ -107,8 +113,8 @@ class Streams:
         """A row of a sequence cannot be staged. One that loses rows and comes no further is given up."""
         stream = self._streams[sequence.number]
         stream.lose(index, now)
-        if stream.loses_for_s(now) > STALL_S and sequence not in self._stalled:
-            self._stalled.append(sequence)
+        if stream.loses_for_s(now) > STALL_S and sequence not in self._losing:
+            self._losing.append(sequence)
 
     def note_pass(self, part: ScheduledSequence) -> None:
         """Count what a pass has attended to in place."""
@@ -118,6 +124,8 @@ class Streams:
 
     def end(self, sequence: Sequence) -> None:
         """A sequence is over, in whatever state."""
+        if sequence in self._losing:
+            self._losing.remove(sequence)
         if sequence in self._queue:
             self._queue.remove(sequence)
         else:
@@ -126,17 +134,19 @@ class Streams:
             for stream in self._streams.values():
                 stream.sequence.stalled_since = None
 
-    def take_stalled(self) -> list[Sequence]:
-        """Sequences to give up, because what they need cannot be had."""
-        stalled, self._stalled = self._stalled, []
-        return stalled
+    def take_stalled(self, others: bool) -> list[tuple[Sequence, str]]:
+        """Sequences to give up and why, because what they need cannot be had; `others` of them wait in vain, too.
 
-    def last_stalled(self) -> list[Sequence]:
-        """The last in rank of those that have waited long for slots or rows which do not come."""
+        Of those that wait only the last in rank: what it gives back may be what the others lack.
+        """
+        waits = others or len(self._stalled) > 0
+        losing, self._losing, self._stalled = self._losing, [], []
+        if losing or not waits:
+            return [(sequence, UNREADABLE) for sequence in losing]
         since = self._now - STALL_S / 2
         everybody = [*self._queue, *(stream.sequence for stream in self._streams.values())]
         stalled = (one for one in everybody if one.stalled_since is not None and one.stalled_since < since)
-        return sorted(stalled, key=_rank)[-1:]
+        return [(sequence, self._shortage(sequence)) for sequence in sorted(stalled, key=_rank)[-1:]]
 
     def deadlines(self) -> list[float]:
         """When to `advance` though nothing has happened."""
@@ -172,10 +182,8 @@ class Streams:
 
     def _open(self, sequence: Sequence) -> None:
         """Take what DRAM has of the prompt, then ask for the rows that are lacking."""
-        total = self._store.layout.block_count(sequence.prompt_count + sequence.output_max - 1)
         private = not (sequence.cache_read and sequence.cache_write)
-        needed = max(0, total - self._limits.slots_max)
-        homes = self._store.hand_down.open(needed, sequence.retention.tenant, private)
+        homes = self._store.hand_down.open(self._needed(sequence), sequence.retention.tenant, private)
         stream = self._streams[sequence.number] = Stream(sequence, self._store, self._limits.slots_max, homes)
         stream.find_prefix()
 
@@ -195,6 +203,30 @@ class Streams:
                 self._retry_at = now + min(max(RETRY_S, RETRY_SHARE * waited_s), RETRY_MAX_S)
         elif not homes.asking and homes.lacking <= 0 and not homes.is_looking:
             stream.begin(now)
+
+    def _needed(self, sequence: Sequence) -> int:
+        """Rows on the shelves for all that it may compute, besides its working set."""
+        total = self._store.layout.block_count(sequence.prompt_count + sequence.output_max - 1)
+        return max(0, total - self._limits.slots_max)
+
+    def _shortage(self, sequence: Sequence) -> str:
+        """What a sequence has waited for in vain, in bytes."""
+        stream, row_bytes, hand_down = (
+            self._streams.get(sequence.number),
+            self._store.layout.row_bytes,
+            self._store.hand_down,
+        )
+        if stream is not None and stream.homes.begun and stream.homes.lacking <= 0:
+            return STALLED
+        rows = self._store.capacities()
+        there = rows.get(Tier.DRAM.value, 0) + min(rows.get(Tier.NVME.value, 0), hand_down.staged_max)
+        others = (other.homes for other in self._streams.values() if other is not stream)
+        held = sum(homes.held(tier) for homes in others for tier in (Tier.DRAM, Tier.NVME))
+        return (
+            f"a context larger than HBM needs {needed_text(self._needed(sequence) * row_bytes)} of DRAM and NVMe, and "
+            f"for {STALL_S:.0f} s could not have it: there are {free_text(there * row_bytes)} for one request, other "
+            f"requests hold {free_text(held * row_bytes)}; pins, quotas and other engines take more; try again later"
+        )
 
     def _wait(self, sequence: Sequence, now: float) -> None:
         if sequence.stalled_since is None:

@@ -380,6 +380,8 @@ class SteppedEngine:
         self.scheduler = scheduler
         self.model = FakeModel()
         self.given_up: list[TokenSequence] = []
+        self.reasons: list[str] = []
+        """Why, of each of those."""
         self.passes: Counter[int] = Counter()
         """Tokens that each sequence has had computed."""
         self._suspended: tuple[StagedPart, Staging] | None = None
@@ -389,7 +391,8 @@ class SteppedEngine:
         """One turn; `on_finish` gets each sequence that has ended by itself or was given up."""
         self.tiers.store.poll(now)
         plan = self.scheduler.schedule(now)
-        for sequence in self.scheduler.take_stalled():
+        for sequence, why in self.scheduler.take_stalled():
+            self.reasons.append(why)
             if self._suspended is not None and self._suspended[0].part.sequence is sequence:
                 self._abandon()
             self.scheduler.finish(sequence, FinishReason.ERROR, now)

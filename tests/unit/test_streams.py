@@ -132,6 +132,8 @@ def test_rows_that_nobody_will_give_back_are_waited_for_as_long_as_it_says(
         turns.step()
         turns.now += 10 * STEP_S
     assert turns.engine.given_up == [sequence] and STALL_S < turns.now - begun_at < STALL_S + 2
+    assert "needs 72.0 KiB of DRAM and NVMe" in turns.engine.reasons[0]
+    assert "there are 160 KiB for one request, other requests hold 0 B" in turns.engine.reasons[0]
     turns.dram.holdings.give_rows(reply.grants)
     turns.check_all_given_back()
 

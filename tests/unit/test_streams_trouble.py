@@ -126,3 +126,16 @@ def test_rows_that_were_lost_on_full_shelves_are_found_again_where_they_were(tmp
     turns.until(sequence)
     assert turns.tiers.shelves[Tier.NVME].stats()["bad_row"] == 3
     turns.check_tokens(sequence)
+
+
+def test_one_that_keeps_losing_rows_is_given_up_and_says_so(tmp_path: Path) -> None:
+    turns = Turns(tmp_path, dram=8, nvme=30)
+    sequence, corrupted = turns.add(0, 20, output_max=20), set[Record]()
+    while not turns.engine.given_up:
+        if sequence.output_count > 0:
+            corrupt_staged_rows(turns, sequence, 30, corrupted)
+            turns.now += 1.0
+        turns.step()
+        assert turns.now < 100 + 3 * STALL_S, "it loses rows for ever"
+    assert turns.engine.given_up == [sequence] and "keeps losing rows" in turns.engine.reasons[0]
+    turns.check_all_given_back()
