@@ -120,6 +120,7 @@ def assemble(
     except BaseException:
         store.close(0.0)
         raise
+    _warn_of_other_layouts(config, store)
     streams = StreamLimits(config.scheduler.streamed_max, working_set_count(config, store.usable_count))
     _report(config, decoder, store, context, streams)
     return Parts(decoder, tokenizer, store, namespace, context, streams, _capacity(config, store, streams))
@@ -243,6 +244,23 @@ def _terms(config: EngineConfig, layout: KVLayout) -> tuple[Terms, Terms]:
                 f"{needed_text(HEADER_BYTES + layout.row_bytes)}; raise it, or 0 for no limit"
             )
     return Terms(pin_share, dram.tenant_bytes), Terms(pin_share, nvme.tenant_bytes, nvme.write_bytes_day)
+
+
+def _warn_of_other_layouts(config: EngineConfig, store: Store) -> None:
+    """Say so if NVMe got less than half of its bytes: blocks of other layouts are never evicted for this one's."""
+    slots, nvme_bytes = store.capacities().get(Tier.NVME.value), config.tiers.nvme.bytes
+    if slots is None or isinstance(nvme_bytes, float):  # a share, of what was free
+        return
+    slot_bytes = HEADER_BYTES + store.layout.row_bytes
+    if slots * slot_bytes < nvme_bytes // 2:
+        _log.warning(
+            "NVMe has room for %d blocks, %s of tiers.nvme.bytes (%s): the rest is held by files of other row layouts "
+            "(another model, dtype or block_tokens) in tiers.nvme.path, or its first engine was given less; `kvtier "
+            "shelf ls` shows them: raise tiers.nvme.bytes, take another path, or remove folders that nobody needs",
+            slots,
+            bytes_text(slots * slot_bytes),
+            bytes_text(nvme_bytes),
+        )
 
 
 def _report(config: EngineConfig, decoder: Decoder, store: Store, context: int, streams: StreamLimits) -> None:

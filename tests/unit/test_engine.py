@@ -183,6 +183,20 @@ def test_evict_pushes_down_and_the_origin_tells(checkpoint: Path, tmp_path: Path
         engine.evict("nvme")
 
 
+def test_a_start_says_that_other_layouts_have_taken_the_bytes_of_nvme(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    words = "the rest is held by files of other row layouts"
+    shared = {"tiers__nvme__path": tmp_path / "cache", "sharing": False}
+    with opened(checkpoint, tiers__nvme__bytes="8MiB", **shared):
+        assert words not in caplog.text
+    with opened(checkpoint, block_tokens=8, tiers__nvme__bytes="9MiB", **shared):
+        assert words in caplog.text and "tiers.nvme.bytes (9.0 MiB)" in caplog.text
+    caplog.clear()
+    with opened(checkpoint, block_tokens=8, tiers__nvme__bytes="32MiB", **shared):
+        assert words not in caplog.text, "raising it is a way out"
+
+
 def test_nvme_is_warm_in_the_next_engine(checkpoint: Path, tmp_path: Path) -> None:
     prompt = [token % 200 + 3 for token in range(5 * BLOCK + 2)]
     found: list[Completion] = []
