@@ -112,6 +112,7 @@ class HandDown:
     def close(self, homes: Homes) -> None:
         """The sequence is over: everything goes back, what is under way once it has ended."""
         homes.closed = True
+        self._leases.leave(homes)
         for tier, grants in homes.rows.items():
             if grants:
                 self._shelves[tier].holdings.give_rows(grants)
@@ -151,6 +152,8 @@ class HandDown:
         for _ in range(ROUNDS_MAX):
             for homes in self._homes:
                 self._rows.ask(homes, now)
+                if not (homes.asking or homes.is_leasing) and homes.lacking <= 0:
+                    self._leases.judge(homes, now)
             self._start_moves(now)
             replies = [(tier, reply) for tier, shelf in self._shelves.items() for reply in shelf.holdings.replies()]
             if not replies:

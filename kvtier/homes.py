@@ -35,8 +35,10 @@ class MoveStage(enum.Enum):
     """For a row, for room, or for somebody else who writes the same block."""
     ASKED = "asked"
     """For a lease on a row that is there already."""
+    LEASED = "leased"
+    """That row is to be judged once the sequence has all the rows that it lacks."""
     VERIFYING = "verifying"
-    """That row is judged in place."""
+    """It is judged in place."""
     WRITING = "writing"
 
 
@@ -59,7 +61,7 @@ class Move:
     tier: Tier | None = None
     """Of the row that is asked for, verified or written."""
     lease: Lease | None = None
-    """While that is verified."""
+    """Until that has been judged."""
     lease_lost: bool = False
     retry_at: float = 0.0
 
@@ -99,12 +101,18 @@ class Homes:
 
     @property
     def lacking(self) -> int:
-        """Rows to ask for; negative: to give back."""
-        return self.needed - self.covered - self.writing - sum(map(len, self.rows.values()))
+        """Rows to ask for; negative: to give back. What is leased counts before it is judged, if it is judged last."""
+        leased = sum(move.stage is MoveStage.LEASED and move.index < self.needed for move in self.moves.values())
+        return self.needed - self.covered - leased - self.writing - sum(map(len, self.rows.values()))
+
+    @property
+    def is_leasing(self) -> bool:
+        """It is not known yet which of the blocks that are on a shelf already can be had."""
+        return any(move.slot is None and move.stage is not MoveStage.LEASED for move in self.moves.values())
 
     @property
     def is_looking(self) -> bool:
-        """Blocks that are on a shelf already are being leased."""
+        """Blocks that are on a shelf already are being leased, or judged."""
         return any(move.slot is None for move in self.moves.values())
 
     def next_known(self, index: int) -> int:
@@ -144,4 +152,5 @@ class Homes:
         assert self.writing == sum(move.stage is MoveStage.WRITING for move in self.moves.values())
         assert not self.found.keys() & self.moves.keys() and self.lost <= self.found.keys()
         assert all(move.index == index and move.homes is self for index, move in self.moves.items())
-        assert all((move.lease is not None) == (move.stage is MoveStage.VERIFYING) for move in self.moves.values())
+        unjudged = (MoveStage.LEASED, MoveStage.VERIFYING)
+        assert all((move.lease is not None) == (move.stage in unjudged) for move in self.moves.values())

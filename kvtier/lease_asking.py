@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence, Set
 
 from kvtier.block import Tier
-from kvtier.homes import Move, MoveStage
+from kvtier.homes import Homes, Move, MoveStage
 from kvtier.record import Lease, Record
 from kvtier.row_asking import RETRY_S, Question
 from kvtier.shelf import Reply, Shelf, ShelfDone, ShelfOutcome
@@ -28,6 +28,8 @@ class LeaseAsking:
         self._found = found
         self._missed = missed
         self._questions: dict[Question, list[Move]] = {}
+        self._unjudged: list[Move] = []
+        """Leased for sequences that may have to give everything back, and know that before anything is read."""
         self._judging: dict[tuple[Tier, int], Move] = {}
         """By ticket."""
 
@@ -41,8 +43,8 @@ class LeaseAsking:
         return any(where is tier for where, _ in self._questions)
 
     def held(self, tier: Tier) -> int:
-        """Leases on rows that are being judged."""
-        return sum(where is tier for where, _ in self._judging)
+        """Leases on rows that are being judged, or will be."""
+        return sum(where is tier for where, _ in self._judging) + sum(move.tier is tier for move in self._unjudged)
 
     def ask(self, tier: Tier, moves: list[Move], records: Sequence[Record]) -> None:
         """Ask for the row of each of these blocks."""
@@ -63,10 +65,25 @@ class LeaseAsking:
                 self._missed(move, now)
             elif tier is Tier.NVME or move.homes.closed:
                 self._found(move, tier, lease)
+            elif move.slot is None and not move.homes.begun:
+                move.stage, move.lease, move.lease_lost = MoveStage.LEASED, lease, False
+                self._unjudged.append(move)
             else:
                 judged.append((move, lease))
         self._judge(tier, judged, now)
         return True
+
+    def judge(self, homes: Homes, now: float) -> None:
+        """All rows that a sequence lacks are there: have those judged that it has leased."""
+        judged = [(move, lease) for move, lease in self._parting(homes) if not self._was_lost(move, lease, now)]
+        if judged:
+            self._judge(Tier.DRAM, judged, now)
+
+    def leave(self, homes: Homes) -> None:
+        """They are not wanted any more."""
+        leases = [lease for _, lease in self._parting(homes)]
+        if leases:
+            self._shelves[Tier.DRAM].holdings.end_leases(leases)
 
     def completed(self, tier: Tier, done: ShelfDone, now: float) -> bool:
         """A row has been judged; False if it was none that was asked for here."""
@@ -85,8 +102,24 @@ class LeaseAsking:
 
     def lose(self, tier: Tier, lost: Set[Lease]) -> None:
         """These leases keep their rows no longer: what is judged now does not count."""
-        for (where, _), move in self._judging.items():
-            move.lease_lost |= where is tier and move.lease in lost
+        for move in [*self._judging.values(), *self._unjudged]:
+            move.lease_lost |= move.tier is tier and move.lease in lost
+
+    def _parting(self, homes: Homes) -> list[tuple[Move, Lease]]:
+        """The moves of a sequence that have leases on rows nobody has judged, as they were before, and those leases."""
+        parting: list[tuple[Move, Lease]] = []
+        for move in [move for move in self._unjudged if move.homes is homes]:
+            assert move.lease is not None
+            parting.append((move, move.lease))
+            move.stage, move.lease = MoveStage.WAITING, None
+        self._unjudged = [move for move in self._unjudged if move.homes is not homes]
+        return parting
+
+    def _was_lost(self, move: Move, lease: Lease, now: float) -> bool:
+        if move.lease_lost:
+            self._shelves[Tier.DRAM].holdings.end_leases([lease])
+            self._missed(move, now)
+        return move.lease_lost
 
     def _judge(self, tier: Tier, judged: Sequence[tuple[Move, Lease]], now: float) -> None:
         tickets = self._shelves[tier].verify([lease for _, lease in judged])

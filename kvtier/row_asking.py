@@ -38,7 +38,7 @@ class RowAsking:
 
     def ask(self, homes: Homes, now: float) -> None:
         """Ask for what is lacking, one question at a time: of DRAM as much as it gives, of NVMe all the rest."""
-        if homes.closed or homes.asking or now < homes.retry_at or homes.is_looking:
+        if homes.closed or homes.asking or now < homes.retry_at or homes.is_leasing:
             return
         lacking = homes.lacking
         if lacking <= 0:

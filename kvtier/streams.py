@@ -19,7 +19,7 @@ from kvtier.stream import Stream
 RETRY_S, RETRY_SHARE, RETRY_MAX_S = 0.05, 0.1, 1.0
 """A sequence whose rows could not be had asks again after this long, then after this share of the time it has waited.
 
-Each time it leases what DRAM has of its prompt and has that judged.
+Each time it leases what DRAM has of its prompt; that is judged once the rows are there.
 """
 STALL_S = 30.0
 """A sequence is given up after waiting this long for what nobody is about to give back."""

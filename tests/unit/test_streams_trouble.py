@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from fakes import LAYOUT, SteppedTiers, chain_hashes
 from test_streams import Turns
 
 from kvtier.block import Tier
 from kvtier.books import LocalBooks
+from kvtier.homes import MoveStage
 from kvtier.io.base import Operation
 from kvtier.record import NO_TENANT, Record
 from kvtier.request import FinishReason
@@ -23,7 +25,11 @@ BLOCK, STEP_S = LAYOUT.block_tokens, 0.01
 class LateBooks(LocalBooks):
     """Books whose answers to questions come when they are let."""
 
-    held_back = False
+    held_back = hold_rows_back = False
+
+    def ask_rows(self, count: int, tenant: bytes, least: int) -> int:
+        self.held_back |= self.hold_rows_back
+        return super().ask_rows(count, tenant, least)
 
     def replies(self) -> list[Reply]:
         return [] if self.held_back else super().replies()
@@ -139,3 +145,55 @@ def test_one_that_keeps_losing_rows_is_given_up_and_says_so(tmp_path: Path) -> N
         assert turns.now < 100 + 3 * STALL_S, "it loses rows for ever"
     assert turns.engine.given_up == [sequence] and "keeps losing rows" in turns.engine.reasons[0]
     turns.check_all_given_back()
+
+
+def test_a_try_that_is_refused_judges_nothing_and_the_one_that_is_not_judges_all_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = Turns(tmp_path)
+    first = turns.add(0, 20)
+    turns.until(first)
+    turns.tiers.settle(turns.now)
+    hand_down, dram = turns.tiers.store.hand_down, turns.dram
+    dram.holdings.ask_rows(18, NO_TENANT)
+    [reply] = dram.holdings.replies()  # somebody else has all that the prefix leaves
+    assert reply.grants is not None and len(dram.find(first.hashes)) == 20
+    tries, open_homes = list[int](), hand_down.open
+    monkeypatch.setattr(hand_down, "check", lambda: None)
+    monkeypatch.setattr(hand_down, "open", lambda *given: tries.append(1) or open_homes(*given))
+    second = turns.add(1, 20, output_max=60)
+    for _ in range(100):
+        turns.step()
+    assert len(tries) > 3 and dram.stats()["verifies"] == 0, "a try that was refused has judged its prefix"
+    dram.holdings.give_rows(reply.grants)
+    turns.until(second)
+    assert dram.stats()["verifies"] == second.origin.dram // BLOCK == 20
+    turns.check_tokens(second)
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_a_prefix_may_be_lost_or_left_before_it_is_judged(cancelled: bool, tmp_path: Path) -> None:
+    turns = Turns(tmp_path)
+    first = turns.add(0, 20)
+    turns.until(first)
+    turns.tiers.settle(turns.now)
+    turns.tiers.drain(Tier.HBM, turns.now)
+    shelf = turns.dram
+    books = shelf._books = shelf.holdings._books = LateBooks(shelf._books._directory)
+    books.hold_rows_back = True
+    second = turns.add(1, 20, output_max=60)
+    turns.step()
+    moves = turns.homes(second).moves
+    assert {move.stage for move in moves.values()} == {MoveStage.LEASED} and len(moves) == 20
+    books.hold_rows_back = books.held_back = False
+    if cancelled:
+        turns.engine.cancel(second, turns.now)
+        turns.check_all_given_back()
+        return
+    lease = moves[7].lease
+    assert lease is not None
+    shelf.view(lease)[:] = bytes(LAYOUT.row_bytes)
+    shelf.holdings._lost.append(lease)
+    turns.until(second)
+    assert second.origin.dram == 19 * BLOCK and shelf.stats()["verifies"] == 19
+    turns.check_tokens(second)
