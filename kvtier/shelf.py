@@ -78,7 +78,7 @@ class Shelf:
         self.holdings = ShelfHoldings(books)
         """Rows and leases that are held for longer than a transfer. Close a shelf only when there are none."""
         self._writes = ShelfWrites(books, self.holdings, self._transfers, self._watch)
-        self._reads = ShelfReads(books, self._transfers, self._watch, limits.waiting_max)
+        self._reads = ShelfReads(books, self._transfers, self._watch, limits)
         self._window: Window | None = None
         self._close_files = close_files
         self._files_lost = files_lost
