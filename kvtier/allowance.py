@@ -2,7 +2,8 @@
 
 Owns an estimate of that time, and the balance. A step beside streaming is charged with all that it took longer: layers
 of suspended passes, but also what reading and checking rows takes of the same cores and caches, which nobody measures
-by itself. Steps left in peace now and then correct the estimate. Pure: no clock, no I/O. Asked by the turns.
+by itself. Steps left in peace now and then correct the estimate. What is owed is bounded, so that streaming goes on
+before long whatever a busy machine lays to its charge. Pure: no clock, no I/O. Asked by the turns.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ PEACE_STEPS = 8
 """After so many steps that were not left in peace, one should be."""
 SAVED_STEPS = 2
 """What a step leaves of the allowance is kept for so many: one in peace costs streaming nothing in the mean."""
+OWED_MAX = 16.0
+"""More than so many steps take alone is never owed: a turn that something else held up for a minute costs no hour."""
 OUTLIER = 3.0
 """A step that took more than this many times as long as alone has been held up by something else."""
 
@@ -36,7 +39,10 @@ class Allowance:
         return self._balance_s > 0 and self._steps < PEACE_STEPS
 
     def note_step(self, work: Work, seconds: float, in_peace: bool) -> None:
-        """The others' step took so long, turns of streaming left out; `in_peace`: nothing was streamed beside it."""
+        """The others' step took so long, turns of streaming left out; `in_peace`: nothing was streamed beside it.
+
+        After `OWED_MAX` / share + 1 steps in peace something is left, whatever was before.
+        """
         self._steps += 1
         if in_peace and (self._balance_s <= 0 or self._steps >= PEACE_STEPS):
             self._steps = 0
@@ -46,7 +52,8 @@ class Allowance:
         alone_s = self._alone.seconds(1, *work)
         longer_s = 0.0 if in_peace else min(seconds, OUTLIER * alone_s) - alone_s
         earned_s = self._share * alone_s
-        self._balance_s = min(self._balance_s + earned_s - longer_s, SAVED_STEPS * earned_s)
+        balance_s = max(self._balance_s, -OWED_MAX * alone_s) + earned_s - longer_s
+        self._balance_s = min(balance_s, SAVED_STEPS * earned_s)
 
     def spend(self, seconds: float) -> None:
         """A turn of streaming took so long."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvtier.allowance import OUTLIER, PEACE_STEPS, Allowance
+from kvtier.allowance import OUTLIER, OWED_MAX, PEACE_STEPS, Allowance
 from kvtier.cost import Work
 
 DECODE = Work(1, 300)
@@ -141,3 +141,29 @@ def test_what_others_have_saved_or_are_owed_ends_with_them() -> None:
     allowance.forgive()
     allowance.note_step(DECODE, 0.02, in_peace=True)
     assert allowance.left
+
+
+@pytest.mark.parametrize("share", [0.05, 0.25, 1.0])
+@pytest.mark.parametrize("seed", range(4))
+def test_streaming_goes_on_before_long_on_a_machine_that_holds_everything_up(seed: int, share: float) -> None:
+    chance = random.Random(seed)
+    machine = Machine(Allowance(share), chance, slowdown=20.0, layers_a_burst=1, burst_s=0.1)
+    layers, waited, longest = 0, 0, 0
+    for _ in range(5000):
+        machine.layer_s = 60.0 if chance.random() < 0.1 else 0.004
+        machine.step(0.02 * chance.choice([1, 1, 1, 3, 30]), Work(*chance.choice([DECODE, (64, 20_000)])))
+        waited = 0 if machine.layers > layers else waited + 1
+        layers, longest = machine.layers, max(longest, waited)
+    reading = 5  # steps while what is read is under way
+    assert longest <= 2 * (OWED_MAX / share + PEACE_STEPS + reading), f"nothing was streamed for {longest} steps"
+
+
+def test_what_is_owed_for_a_turn_that_was_held_up_is_paid_off_in_so_many_steps() -> None:
+    allowance = Allowance(0.25)
+    allowance.note_step(DECODE, 0.02, in_peace=True)
+    allowance.spend(600.0)
+    steps = 0
+    while not allowance.left:
+        allowance.note_step(DECODE, 0.02, in_peace=True)
+        steps += 1
+    assert OWED_MAX / 0.25 <= steps <= OWED_MAX / 0.25 + 1
