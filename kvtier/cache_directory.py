@@ -20,7 +20,7 @@ from pathlib import Path
 
 from kvtier.block import KVLayout
 from kvtier.errors import ShelfError
-from kvtier.io.files import check_private, lock_exclusively
+from kvtier.io.files import lock_exclusively, open_private
 from kvtier.layout_bytes import FOLDER_FLAGS, claimed_bytes, taken_bytes
 from kvtier.namespace import FORMAT_VERSION
 from kvtier.tiers.header import HEADER_VERSION
@@ -118,14 +118,7 @@ class CacheDirectory:
 
     def open_lock(self) -> int:
         """A descriptor of its own of the lock file, not locked."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(LOCK_NAME, flags, 0o600, dir_fd=self.top)
-        try:
-            check_private(descriptor, LOCK_NAME)
-        except BaseException:
-            os.close(descriptor)
-            raise
-        return descriptor
+        return open_private(LOCK_NAME, os.O_RDWR | os.O_CREAT, self.top)
 
     def is_current(self, name: str, descriptor: int, folder: int | None = None) -> bool:
         """Whether a name in the directory, or in that folder of it, still leads to an open file."""

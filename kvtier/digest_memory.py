@@ -16,7 +16,7 @@ from pathlib import Path
 
 from kvtier.cache_directory import CacheDirectory
 from kvtier.errors import ShelfError
-from kvtier.io.files import check_private, lock_exclusively
+from kvtier.io.files import lock_exclusively, open_private
 
 log = logging.getLogger(__name__)
 
@@ -63,11 +63,10 @@ class DigestFile:
 def _read(top: int) -> dict[bytes, bytes]:
     """Digest by fingerprint, oldest first; empty unless the file is whole."""
     try:
-        descriptor = os.open(MEMORY_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=top)
+        descriptor = open_private(MEMORY_NAME, os.O_RDONLY, top)
     except FileNotFoundError:
         return {}
     try:
-        check_private(descriptor, MEMORY_NAME)
         data = os.pread(descriptor, len(_MAGIC) + ENTRIES_MAX * _ENTRY_BYTES + _SUM_BYTES + 1, 0)
     finally:
         os.close(descriptor)
@@ -83,10 +82,8 @@ def _read(top: int) -> dict[bytes, bytes]:
 
 def _add(cache: CacheDirectory, fingerprint: bytes, digest: bytes) -> None:
     """Write the file anew beside the old one and swap them, under a lock on the new one."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(SPARE_NAME, flags, 0o600, dir_fd=cache.top)
+    descriptor = open_private(SPARE_NAME, os.O_RDWR | os.O_CREAT, cache.top)
     try:
-        check_private(descriptor, SPARE_NAME)
         if not lock_exclusively(descriptor, 0.0) or not cache.is_current(SPARE_NAME, descriptor):
             return
         digests = _read(cache.top)

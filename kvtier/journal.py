@@ -207,7 +207,8 @@ class Journal:
 
     def _report(self, error: OSError | None) -> None:
         if error is not None and not self._failing:
-            log.warning("journal cannot be written, NVMe may come back colder: %s", error.strerror)
+            name = error.filename2 or error.filename or JOURNAL_NAME
+            log.warning("journal cannot be written, NVMe may come back colder: %s: %s", name, error.strerror)
         if error is None and self._failing:
             log.warning("journal is written again")
         self._failing = error is not None

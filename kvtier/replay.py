@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 
 from xxhash import xxh3_64_intdigest
 
+from kvtier.errors import ShelfError
+from kvtier.io.files import open_private
 from kvtier.record import GENERATION_END, Grant, Record
 from kvtier.retention import is_possible
 from kvtier.tiers.checksum import SUM_BYTES
@@ -108,9 +110,12 @@ class Replay:
 def replay(folder: int, shape: JournalShape) -> Replay:
     """Read the journal in the folder (a descriptor). Never raises for what it finds there."""
     try:
-        descriptor = os.open(JOURNAL_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+        descriptor = open_private(JOURNAL_NAME, os.O_RDONLY, folder)
     except OSError:
         return Replay(ReplayState.MISSING, [], 0)
+    except ShelfError as error:
+        log.warning("%s", error)
+        return Replay(ReplayState.DAMAGED, [], 0)
     try:
         if os.fstat(descriptor).st_size > shape.total_bytes_max:
             return Replay(ReplayState.FOREIGN, [], 0)
@@ -126,8 +131,8 @@ def replay(folder: int, shape: JournalShape) -> Replay:
 def journal_slices(folder: int) -> int:
     """Slices of a row as the head of the journal in the folder has it; 0 if there is none of this version."""
     try:
-        descriptor = os.open(JOURNAL_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
-    except OSError:
+        descriptor = open_private(JOURNAL_NAME, os.O_RDONLY, folder)
+    except (OSError, ShelfError):
         return 0
     try:
         head = _frame_at(os.pread(descriptor, _FRAME.size + _HEAD.size + _SUM.size, 0), 0, 0)

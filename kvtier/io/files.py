@@ -1,10 +1,12 @@
-"""Checks and locks on what shelves lie in: plain files, our own, private; memory of a fixed length; held by one.
+"""Opens, checks and locks what shelves lie in: plain private files of our own; memory of a fixed length; held by one.
 
-Works on open descriptors only, so nothing can be swapped in between. Used by cache_directory.py, slabs and the keeper.
+What is open is what is checked, so nothing can be swapped in between. Used by cache_directory.py, slabs, journals and
+the keeper.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import stat
@@ -17,16 +19,34 @@ LOCK_PAUSE_S = 0.02
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
+_NEVER_WAIT = os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC
+
 _FLOCK = struct.Struct("hhqqi4x")
 """struct flock of Linux on 64 bits: type, whence, start, length, pid."""
 
 
-def check_private(descriptor: int, name: str) -> None:
-    """ShelfError unless this is a plain file of ours without other links; its mode becomes 0600."""
-    status = os.fstat(descriptor)
+def open_private(name: str, flags: int, folder: int) -> int:
+    """Descriptor of a plain file of ours in a folder (a descriptor), of mode 0600; made if `flags` have O_CREAT.
+
+    Never waits, follows no symlink and wakes no device, whatever was put in its place: then, or if it has other links,
+    ShelfError says so. Every file of a cache directory is opened by this. OSError as it comes.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        _check_private(os.stat(name, dir_fd=folder, follow_symlinks=False), name)
+    descriptor = os.open(name, flags | _NEVER_WAIT, 0o600, dir_fd=folder)
+    try:
+        _check_private(os.fstat(descriptor), name)
+        os.fchmod(descriptor, 0o600)
+        os.set_blocking(descriptor, True)  # io_uring would take it for a wish that reads of a plain file fail early
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _check_private(status: os.stat_result, name: str) -> None:
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_nlink != 1:
         raise ShelfError(f"{name} in the cache directory is no plain file of this user's own; remove it")
-    os.fchmod(descriptor, 0o600)
 
 
 def seal(descriptor: int) -> None:

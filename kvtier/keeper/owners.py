@@ -9,21 +9,14 @@ from __future__ import annotations
 import fcntl
 import os
 
-from kvtier.io.files import check_private, lock_request
+from kvtier.io.files import lock_request, open_private
 
 OWNERS_NAME = "owners.lock"
 
 
 def open_owners(top: int) -> int:
     """A descriptor of its own of the owners' file in the cache directory (a descriptor), made if it is not there."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(OWNERS_NAME, flags, 0o600, dir_fd=top)
-    try:
-        check_private(descriptor, OWNERS_NAME)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
+    return open_private(OWNERS_NAME, os.O_RDWR | os.O_CREAT, top)
 
 
 def lock_byte(descriptor: int, owner: int) -> bool:

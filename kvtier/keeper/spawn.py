@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import stat
 import struct
 import sys
 import time
@@ -18,7 +19,8 @@ from pathlib import Path
 from kvtier.cache_directory import LOCK_NAME, CacheDirectory
 from kvtier.config import environment
 from kvtier.errors import ShelfError
-from kvtier.io.files import check_private, lock_exclusively
+from kvtier.io.files import lock_exclusively, open_private
+from kvtier.keeper.owners import open_owners
 from kvtier.keeper.wire import SOCKET_NAME
 
 LOG_NAME = "keeper.log"
@@ -87,10 +89,16 @@ def _connect_to(link: socket.socket, top: int) -> None:
 
 
 def _try_again(cache: CacheDirectory, lock: int) -> bool:
-    """Under the lock: it is that of this directory, and there is no keeper."""
+    """Under the lock: it is that of this directory, and there is no keeper. ShelfError: none could serve here."""
     if not cache.is_there():
         raise ShelfError("the cache directory is gone or replaced")
-    return cache.is_current(LOCK_NAME, lock)
+    if not cache.is_current(LOCK_NAME, lock):
+        return False
+    os.close(open_owners(cache.top))
+    with contextlib.suppress(FileNotFoundError):
+        if stat.S_ISDIR(os.stat(SOCKET_NAME, dir_fd=cache.top, follow_symlinks=False).st_mode):
+            raise ShelfError(f"{SOCKET_NAME} in the cache directory is a folder; remove it")
+    return True
 
 
 def _spawn(cache: CacheDirectory, lock: int, linger_s: float) -> None:
@@ -128,11 +136,9 @@ def interpreter() -> str:
 
 
 def _open_log(cache: CacheDirectory) -> int:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        log = os.open(LOG_NAME, flags, 0o600, dir_fd=cache.top)
+        log = open_private(LOG_NAME, os.O_WRONLY | os.O_CREAT | os.O_APPEND, cache.top)
         try:
-            check_private(log, LOG_NAME)
             if os.fstat(log).st_size > LOG_BYTES_MAX:
                 os.ftruncate(log, 0)
         except BaseException:

@@ -18,7 +18,7 @@ from kvtier.block import ALIGNMENT
 from kvtier.byte_text import free_text, needed_text
 from kvtier.errors import ConfigError, ShelfError
 from kvtier.io.base import SystemCalls, uninterrupted
-from kvtier.io.files import check_private, check_sealed, lock_exclusively, seal
+from kvtier.io.files import check_sealed, lock_exclusively, open_private, seal
 from kvtier.tiers.header import HEADER_BYTES
 from kvtier.tiers.memory import address_of, advise_huge, check_memory, populate_by_advice
 from kvtier.tiers.superblock import (
@@ -111,9 +111,8 @@ def join_dram_slab(descriptor: int, slot_bytes: int, slot_count: int, epoch: byt
 def join_nvme_slab(folder: int, slot_bytes: int, slot_count: int, epoch: bytes) -> Slab:
     """The slab file in the folder as somebody else has opened it, on a descriptor of its own and not locked."""
     try:
-        plain = os.open(SLAB_NAME, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+        plain = open_private(SLAB_NAME, os.O_RDWR, folder)
         try:
-            check_private(plain, SLAB_NAME)
             if read_superblock(plain, slot_bytes)[0] != epoch:
                 raise ShelfError("NVMe slab was replaced")
             descriptor, direct = _reopen_direct(folder, plain)
@@ -125,9 +124,12 @@ def join_nvme_slab(folder: int, slot_bytes: int, slot_count: int, epoch: bytes) 
 
 
 def nvme_identity(folder: int, slot_bytes: int) -> tuple[bytes, int] | None:
-    """(epoch, slots) of the slab file in the folder; None if there is none of this geometry. OSError as it comes."""
+    """(epoch, slots) of the slab file in the folder; None if there is none of this geometry.
+
+    ShelfError: it is no plain file. OSError as it comes.
+    """
     try:
-        descriptor = os.open(SLAB_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+        descriptor = open_private(SLAB_NAME, os.O_RDONLY, folder)
     except FileNotFoundError:
         return None
     try:
@@ -150,11 +152,9 @@ def open_nvme_slab(
     Waits until the monotonic time `end` for writes of a dead engine that have yet to land. A file of another geometry
     or version is emptied first, with one log line. ShelfError if the disk has no room, with the file left as it was.
     """
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = -1
     try:
-        descriptor = os.open(SLAB_NAME, flags, 0o600, dir_fd=folder)
-        check_private(descriptor, SLAB_NAME)
+        descriptor = open_private(SLAB_NAME, os.O_RDWR | os.O_CREAT, folder)
         _lock(descriptor, end, lock)
         epoch, old_count = read_superblock(descriptor, slot_bytes)
         fresh = epoch is None
@@ -188,11 +188,10 @@ def find_nvme_slab(folder: int) -> Slab:
     ShelfError if it is not there or not of this version; what its superblock says is bounded by the file's length.
     """
     try:
-        descriptor = os.open(SLAB_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+        descriptor = open_private(SLAB_NAME, os.O_RDONLY, folder)
     except OSError as error:
         raise ShelfError(f"{SLAB_NAME} cannot be opened: {error.strerror}") from None
     try:
-        check_private(descriptor, SLAB_NAME)
         found = parse_superblock(os.pread(descriptor, SUPERBLOCK_BYTES, 0))
         if found is None:
             raise ShelfError(f"{SLAB_NAME} has a damaged superblock; the next engine makes it anew")
@@ -261,7 +260,7 @@ def _reopen_direct(folder: int, descriptor: int) -> tuple[int, bool]:
     refused = "the file system cannot"
     if alignment is None or 0 < alignment <= ALIGNMENT:
         try:
-            direct = os.open(SLAB_NAME, os.O_RDWR | os.O_DIRECT | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+            direct = open_private(SLAB_NAME, os.O_RDWR | os.O_DIRECT, folder)
         except OSError as error:
             refused = error.strerror or refused
         else:
@@ -272,5 +271,4 @@ def _reopen_direct(folder: int, descriptor: int) -> tuple[int, bool]:
     elif alignment > ALIGNMENT:
         refused = f"it needs an alignment of {alignment} bytes"
     log.warning("NVMe slab uses buffered I/O, not direct I/O: %s", refused)
-    buffered = os.open(SLAB_NAME, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
-    return buffered, False
+    return open_private(SLAB_NAME, os.O_RDWR, folder), False

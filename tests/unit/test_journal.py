@@ -147,7 +147,7 @@ def test_a_missing_foreign_or_nonsense_journal_is_told_apart(disk: Disk) -> None
     assert replay(disk.folder, SHAPE).state is ReplayState.FOREIGN, "never read into memory"
     disk.file.unlink()
     disk.file.symlink_to(disk.path / "slab")
-    assert replay(disk.folder, SHAPE).state is ReplayState.MISSING
+    assert replay(disk.folder, SHAPE).state is ReplayState.DAMAGED, "not a journal"
 
 
 def test_slots_beyond_a_smaller_slab_are_left_out(disk: Disk) -> None:

@@ -190,7 +190,7 @@ def make_pipe(slab: Path) -> None:
     ("spoil_slab", "words"),
     [
         (lambda slab: slab.unlink(), "No such file"),
-        (link_away, "symbolic links"),
+        (link_away, "no plain file"),
         (make_pipe, "no plain file"),
         (lambda slab: slab.write_bytes(b""), "damaged superblock"),
         (lambda slab: slab.write_bytes(os.urandom(8192)), "damaged superblock"),
