@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvtier.block import DeviceRow, Row
-from kvtier.io.base import IoEngine, IoRequest, IoResult, Operation, SliceSums
+from kvtier.io.base import IoEngine, IoRequest, IoResult, Operation
 from kvtier.record import Lease, Record
 from kvtier.ticket import ShelfDone, ShelfOperation, ShelfOutcome
 from kvtier.tiers.checksum import slice_sums
@@ -58,8 +58,8 @@ class Flight:
     layers: range | None
     in_place: bool
     form: RowFormat
-    sums: SliceSums | None
-    """Of `row`, if it moves and the I/O engine takes them."""
+    taken: bytes = b""
+    """The sums of `row` that are known before a write, or that the I/O engine has taken."""
     crossing: Crossing | None = None
     """The row is a device's, and `row` its landing place."""
     seen_at: float | None = None
@@ -69,19 +69,15 @@ class Flight:
     def pack(self) -> None:
         """Worker, before a write: complete the record with the row's sums and make its header."""
         if not self.record.sums:
-            sums = self._taken or slice_sums(self.row, self.form.slice_bytes)
+            sums = self.taken or slice_sums(self.row, self.form.slice_bytes)
             self.record = self.record._replace(sums=sums)
         pack_header(self.page, self.record, self.form)
 
     def verify(self) -> Verdict:
         """Worker, after a read: judge what came."""
         if self.layers is not None:
-            return check_slices(self.row, self.layers, self.record, self.form, self._taken)
-        return check_row(self.page, self.row, self.record, self.form, self._taken)
-
-    @property
-    def _taken(self) -> bytes:
-        return self.sums.taken if self.sums is not None else b""
+            return check_slices(self.row, self.layers, self.record, self.form, self.taken)
+        return check_row(self.page, self.row, self.record, self.form, self.taken)
 
     def done(self, result: IoResult, outcome: ShelfOutcome, lease: Lease | None = None) -> ShelfDone:
         """What the caller hears of it."""
@@ -108,7 +104,7 @@ class RowTransfers:
         """Reads whose row has been judged well and is being copied up, by landing place."""
         self._landed: list[tuple[Flight, IoResult]] = []
         self._closed = False
-        self._pages = {operation: AlignedPages(in_flight_max) for operation in IO_OPERATIONS}
+        self._read_pages, self._write_pages = AlignedPages(in_flight_max), AlignedPages(in_flight_max)
 
     def __len__(self) -> int:
         return len(self._flights)
@@ -124,7 +120,7 @@ class RowTransfers:
 
     def room(self, operation: ShelfOperation) -> int:
         """How many more may start now."""
-        room = min(len(self._pages[operation]), self._engine.room(IO_OPERATIONS[operation]))
+        room = min(len(self._pages(operation)), self._engine.room(IO_OPERATIONS[operation]))
         return room if self._crossings is None else min(room, self._crossings.room(operation is ShelfOperation.READ))
 
     def ticket(self) -> int:
@@ -133,9 +129,10 @@ class RowTransfers:
 
     def start(self, operation: ShelfOperation, transfers: Iterable[Transfer]) -> None:
         """Start transfers, no more than `room`."""
+        pages = self._pages(operation)
         requests: list[IoRequest] = []
         for transfer in transfers:
-            flight, request = self._prepare(operation, transfer)
+            flight, request = self._prepare(operation, transfer, pages.take())
             self._flights[flight.ticket] = flight
             if flight.crossing is None or operation is ShelfOperation.READ:
                 requests.append(request)
@@ -170,9 +167,9 @@ class RowTransfers:
 
     def check(self) -> None:
         """Assert that pages and flights agree."""
-        for operation, pages in self._pages.items():
+        for operation in IO_OPERATIONS:
             flying = sum(flight.operation is operation for flight in self._flights.values())
-            assert flying + len(pages) == self._in_flight_max, operation
+            assert flying + len(self._pages(operation)) == self._in_flight_max, operation
         if self._crossings is not None:
             self._crossings.check(sum(flight.crossing is not None for flight in self._flights.values()))
             assert self._crossings.under_way.keys() == self._descending.keys() | self._ascending.keys()
@@ -192,31 +189,29 @@ class RowTransfers:
             stuck += len(self._crossings.under_way)
         return stuck
 
-    def _prepare(self, operation: ShelfOperation, transfer: Transfer) -> tuple[Flight, IoRequest]:
+    def _prepare(self, operation: ShelfOperation, transfer: Transfer, page: memoryview) -> tuple[Flight, IoRequest]:
         """What is to be asked of the I/O engine, and what is to be remembered of it."""
         ticket, record, row, layers, in_place = transfer
         assert row.nbytes == self._form.read_bytes(layers), row.nbytes
-        page, sums, crossing = self._pages[operation].take(), None if in_place else SliceSums(), None
         reads = operation is ShelfOperation.READ
+        crossing = None
         if isinstance(row, DeviceRow):
             assert self._crossings is not None, "nobody has said how rows of a device are reached"
             crossing = self._crossings.take(row.slot, upward=reads)
             row = self._crossings.view(crossing)
-        flight = Flight(ticket, operation, record, page, row, layers, in_place, self._form, sums, crossing)
+        known = b"" if reads else record.sums
+        flight = Flight(ticket, operation, record, page, row, layers, in_place, self._form, known, crossing)
         offset = self._slab.offset(record.slot)
         if layers is not None:
             offset += HEADER_BYTES + layers.start * self._form.slice_bytes
-        request = IoRequest(
-            IO_OPERATIONS[operation],
-            self._slab.descriptor,
-            offset,
-            (page,) if in_place else (page, row) if layers is None else (row,),
-            ticket,
-            prepare=None if reads else flight.pack,
-            then=flight.verify if reads else None,
-            sums=sums,
-        )
-        return flight, request
+        buffers = (page,) if in_place else (page, row) if layers is None else (row,)
+        prepare, then = (None, flight.verify) if reads else (flight.pack, None)
+        sums = None if in_place else flight
+        asked = Operation.READ if reads else Operation.WRITE
+        return flight, IoRequest(asked, self._slab.descriptor, offset, buffers, ticket, prepare, then, sums)
+
+    def _pages(self, operation: ShelfOperation) -> AlignedPages:
+        return self._read_pages if operation is ShelfOperation.READ else self._write_pages
 
     def _submit(self, requests: list[IoRequest]) -> None:
         taken = self._engine.submit(requests)
@@ -239,7 +234,7 @@ class RowTransfers:
     def _part_with(self, flight: Flight) -> None:
         """Its page and landing place are free again."""
         del self._flights[flight.ticket]
-        self._pages[flight.operation].give(flight.page)
+        self._pages(flight.operation).give(flight.page)
         if flight.crossing is not None:
             assert self._crossings is not None
             self._crossings.give(flight.crossing)

@@ -48,6 +48,13 @@ def payload(block_hash: bytes, row_bytes: int = LAYOUT.row_bytes) -> bytes:
     return random.Random(block_hash).randbytes(row_bytes)
 
 
+class Taken:
+    """Sums that an engine takes."""
+
+    def __init__(self) -> None:
+        self.taken = b""
+
+
 def aligned(byte_count: int) -> memoryview:
     """Zeroed memory on a page boundary."""
     return memoryview(mmap.mmap(-1, byte_count))
@@ -63,7 +70,7 @@ def filled(block_hash: bytes, row_bytes: int = LAYOUT.row_bytes) -> memoryview:
 def need_uring() -> None:
     """Skip where there is no io_uring: threads do its work there."""
     try:
-        KernelCalls().ring(1).close()
+        KernelCalls().ring(1, 0).close()
     except OSError as error:
         pytest.skip(f"no io_uring here: {error.strerror}")
 

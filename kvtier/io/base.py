@@ -13,7 +13,6 @@ import enum
 import errno
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, ParamSpec, Protocol, TypeVar
 
 from kvtier.block import ALIGNMENT
@@ -33,11 +32,11 @@ class Operation(enum.Enum):
     SYNC = "sync"
 
 
-@dataclass(eq=False, slots=True)
-class SliceSums:
-    """Where an engine that checksums what it moves leaves the sums of the slices; empty where it does not."""
+class SliceSums(Protocol):
+    """Where an engine that checksums what it moves leaves the sums of the slices."""
 
-    taken: bytes = b""
+    taken: bytes
+    """Empty where it does not. Not empty before a write: the sums are known and need not be taken."""
 
 
 class IoRequest(NamedTuple):
@@ -122,41 +121,19 @@ class Mover(Protocol):
         """A result each, in order. Raises what a `prepare` or `then` raises."""
 
 
-class Move(NamedTuple):
-    """One transfer of a `Ring`, which may end short. The memory of `buffers` must stay until it has ended."""
-
-    tag: int
-    code: int
-    """0 reads, 1 writes, 2 syncs."""
-    descriptor: int
-    offset: int
-    buffers: tuple[memoryview, ...]
-    slice_bytes: int = 0
-    """Not 0: the sums of the slices of the last buffer are wanted, once all has been read."""
-
-
-class End(NamedTuple):
-    """How a move ended."""
-
-    tag: int
-    result: int
-    """Bytes, or minus the error number."""
-    started_ns: int
-    """Monotonic, like the next: when the kernel got it."""
-    ended_ns: int
-    sums: bytes
-    """See `Move.slice_bytes`; empty where they are not to be had."""
+Ended = tuple[IoRequest, int, int, int]
+"""A request that a ring could not make a result of: it, bytes or minus the error number, begin and end in ns."""
 
 
 class Ring(Protocol):
-    """An io_uring. Bounds what is in the kernel, but not its queue. All calls return at once."""
+    """An io_uring. Bounds what is in the kernel, but not its queue. All calls return at once.
 
-    @property
-    def moving(self) -> int:
-        """How many moves are in the kernel."""
+    Moves the buffers of requests and runs nothing that rides along; for a read with `sums` it leaves them there if the
+    row has come whole. What it was given stays until it has ended.
+    """
 
-    def push(self, moves: list[Move]) -> None:
-        """Queue moves; from any thread."""
+    def push(self, requests: list[IoRequest]) -> None:
+        """Queue requests; from any thread."""
 
     def cancel(self) -> list[int]:
         """Take back what is not in the kernel yet; returns its tags."""
@@ -165,8 +142,8 @@ class Ring(Protocol):
     def bell(self) -> int:
         """An eventfd; rings once until the next `take`: when something ended, at `wake`, when `close` says True."""
 
-    def take(self) -> Sequence[tuple[int, int, int, int, bytes]]:
-        """What has ended, each with the fields of `End`."""
+    def take(self) -> tuple[list[IoResult], list[Ended]]:
+        """What has ended: results of what has moved whole and has no `then`, and the others."""
 
     def wake(self) -> None:
         """Ring the bell; from any thread."""
@@ -193,8 +170,11 @@ class SystemCalls(Protocol):
     def fallocate(self, descriptor: int, offset: int, length: int) -> None:
         """Give the file real bytes on its disk (or in memory)."""
 
-    def ring(self, depth: int) -> Ring:
-        """An io_uring with at most `depth` moves in the kernel at once. OSError where there is none."""
+    def ring(self, depth: int, slice_bytes: int) -> Ring:
+        """An io_uring with at most `depth` requests in the kernel at once. OSError where there is none.
+
+        With `slice_bytes` sums are taken of last buffers, which are whole such slices.
+        """
 
 
 class KernelCalls:
@@ -216,13 +196,13 @@ class KernelCalls:
         """os.posix_fallocate."""
         os.posix_fallocate(descriptor, offset, length)
 
-    def ring(self, depth: int) -> Ring:
+    def ring(self, depth: int, slice_bytes: int) -> Ring:
         """`kvtier._native.Ring`; ENOSYS where that was not built."""
         try:
             from kvtier._native import Ring as NativeRing
         except ImportError:
             raise OSError(errno.ENOSYS, "kvtier._native was not built") from None
-        return NativeRing(depth)
+        return NativeRing(depth, slice_bytes, tuple(Operation), IoResult)
 
 
 def uninterrupted(call: Callable[_Given, _Answer], /, *arguments: _Given.args, **named: _Given.kwargs) -> _Answer:

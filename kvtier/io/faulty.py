@@ -17,7 +17,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvtier.io.base import End, KernelCalls, Move, Ring, SystemCalls
+from kvtier.io.base import Ended, IoRequest, IoResult, KernelCalls, Operation, Ring, SystemCalls
 from kvtier.io.unsynced import UnsyncedCalls
 
 
@@ -29,11 +29,10 @@ class Call(enum.Enum):
     SYNC = "sync"
     ALLOCATE = "allocate"
     SETUP = "setup"
-    """Of an io_uring, whose moves count as the calls that they stand for."""
+    """Of an io_uring, whose requests count as the calls that they stand for."""
 
 
-CALLS = (Call.READ, Call.WRITE, Call.SYNC)
-"""By the code of a ring's move."""
+CALLS = {Operation.READ: Call.READ, Operation.WRITE: Call.WRITE, Operation.SYNC: Call.SYNC}
 
 
 class Effect(enum.Enum):
@@ -109,10 +108,10 @@ class FaultyCalls:
         self._strike(Call.ALLOCATE, ())
         self._inner.fallocate(descriptor, offset, length)
 
-    def ring(self, depth: int) -> Ring:
+    def ring(self, depth: int, slice_bytes: int) -> Ring:
         """See `SystemCalls`."""
         self._strike(Call.SETUP, ())
-        return FaultyRing(self, self._inner.ring(depth), depth)
+        return FaultyRing(self, self._inner.ring(depth, slice_bytes), depth)
 
     def begin(self, call: Call) -> list[Fault]:
         """A call begins: count it; returns the faults that it suffers."""
@@ -144,7 +143,7 @@ class FaultyCalls:
 
 
 class FaultyRing:
-    """A `Ring` whose moves count as the calls that they stand for, once the kernel would get them, and suffer likewise.
+    """A `Ring` whose requests count as the calls that they stand for, once the kernel would get them, and suffer alike.
 
     It keeps a queue of its own, so that what the script lets hang is among the `depth` that are in the kernel.
     """
@@ -154,26 +153,22 @@ class FaultyRing:
         self._inner = inner
         self._depth = depth
         self._lock = threading.Lock()
-        self._waiting: deque[Move] = deque()
-        self._begun: set[int] = set()
-        self._ends: list[End] = []
-        """Of moves that the kernel never got."""
+        self._waiting: deque[IoRequest] = deque()
+        self._begun: dict[int, IoRequest] = {}
+        """By tag."""
+        self._ended: list[Ended] = []
+        """Of these what the kernel never got."""
 
-    @property
-    def moving(self) -> int:
-        """See `Ring`."""
-        return len(self._begun)
-
-    def push(self, moves: list[Move]) -> None:
+    def push(self, requests: list[IoRequest]) -> None:
         """See `Ring`."""
         with self._lock:
-            self._waiting.extend(moves)
+            self._waiting.extend(requests)
         self._start()
 
     def cancel(self) -> list[int]:
         """See `Ring`."""
         with self._lock:
-            tags = [move.tag for move in self._waiting]
+            tags = [request.tag for request in self._waiting]
             self._waiting.clear()
         return tags
 
@@ -182,15 +177,16 @@ class FaultyRing:
         """See `Ring`."""
         return self._inner.bell
 
-    def take(self) -> Sequence[tuple[int, int, int, int, bytes]]:
+    def take(self) -> tuple[list[IoResult], list[Ended]]:
         """See `Ring`."""
-        ends = list(self._inner.take())
+        results, others = self._inner.take()
         with self._lock:
-            ends += self._ends
-            self._ends = []
-            self._begun -= {tag for tag, *_ in ends}
+            for result in results:
+                del self._begun[result.tag]
+            ended, self._ended = others + self._ended, []
+            others = [(self._begun.pop(one.tag), result, began, end) for one, result, began, end in ended]
         self._start()
-        return ends
+        return results, others
 
     def wake(self) -> None:
         """See `Ring`."""
@@ -210,26 +206,28 @@ class FaultyRing:
             with self._lock:
                 if not self._waiting or len(self._begun) >= self._depth:
                     return
-                move = self._waiting.popleft()
-                self._begun.add(move.tag)
-                faults = self._calls.begin(CALLS[move.code])
+                request = self._waiting.popleft()
+                self._begun[request.tag] = request
+                faults = self._calls.begin(CALLS[request.operation])
             if any(fault.effect in (Effect.DELAY, Effect.HANG) for fault in faults):
-                threading.Thread(target=self._suffer, args=(move, faults), daemon=True).start()
+                threading.Thread(target=self._suffer, args=(request, faults), daemon=True).start()
             else:
-                self._suffer(move, faults)
+                self._suffer(request, faults)
 
-    def _suffer(self, move: Move, faults: Sequence[Fault]) -> None:
+    def _suffer(self, request: IoRequest, faults: Sequence[Fault]) -> None:
         started_ns = time.monotonic_ns()
+        left, result = request.buffers, 0
         try:
-            buffers = tuple(self._calls.suffer(faults, move.buffers))
-            result = 0
+            left = tuple(self._calls.suffer(faults, request.buffers))
         except OSError as error:
-            buffers, result = (), -(error.errno or errno.EIO)
-        if result == 0 and (buffers or not move.buffers):
-            self._inner.push([move._replace(buffers=buffers)])
+            result = -(error.errno or errno.EIO)
+        if result == 0 and (left or not request.buffers):
+            # With a `then` the ring makes no result of the part that moves.
+            cut = left is not request.buffers
+            self._inner.push([request._replace(buffers=left, then=int, sums=None) if cut else request])
             return
         with self._lock:
-            self._ends.append(End(move.tag, result, started_ns, time.monotonic_ns(), b""))
+            self._ended.append((request, result, started_ns, time.monotonic_ns()))
         self._inner.wake()
 
 

@@ -1,8 +1,7 @@
 """The I/O engine made of threads: a few workers, each of which moves the bytes of some requests and comes back.
 
 How they move is a `Mover`'s: by blocking preadv, pwritev and fdatasync here, within mapped memory in tiers/mapped.py.
-Reads have workers and a queue of their own, writes and syncs theirs, so hung writes never block a read. Threads are
-daemons: a worker stuck in the kernel does not keep the process alive. Knows nothing of what the bytes mean.
+Threads are daemons: a worker stuck in the kernel does not keep the process alive. Knows nothing of what the bytes mean.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 from kvtier.io.base import (
     IoRequest,
@@ -25,23 +23,10 @@ from kvtier.io.base import (
     last_boundary,
     uninterrupted,
 )
+from kvtier.io.lanes import LanedEngine, Outcomes
 
 
-@dataclass(slots=True, eq=False)
-class _Lane:
-    """One queue and its workers; `changed` guards all but the last three, which only the caller's thread changes."""
-
-    changed: threading.Condition = field(default_factory=threading.Condition)
-    waiting: deque[IoRequest] = field(default_factory=deque)
-    running: int = 0
-    closed: bool = False
-    in_flight: int = 0
-    missing: int = 0
-    """Workers that could not be started yet."""
-    working: int = 0
-
-
-class ThreadsEngine:
+class ThreadsEngine(LanedEngine):
     """`IoEngine` over workers that wait for what they do."""
 
     def __init__(
@@ -53,118 +38,87 @@ class ThreadsEngine:
         calls: SystemCalls | None = None,
         mover: Mover | None = None,
     ) -> None:
-        """`queue_max` bounds the reads in flight and, separately, the writes and syncs.
+        """Without a `mover` bytes move with `calls`, the kernel's if there are none."""
+        mover = mover if mover is not None else CallMover(calls if calls is not None else KernelCalls())
+        outcomes = Outcomes(wake)
+        reads, writes = (ThreadLane(mover, count, outcomes) for count in (read_workers, write_workers))
+        super().__init__(reads, writes, queue_max, outcomes)
 
-        Without a `mover` bytes move with `calls`, the kernel's if there are none.
-        """
-        assert read_workers > 0 and write_workers > 0 and queue_max > 0
-        self._queue_max = queue_max
-        self._wake = wake
-        self._mover = mover if mover is not None else CallMover(calls if calls is not None else KernelCalls())
-        self._done: deque[tuple[_Lane, IoResult | Exception]] = deque()
-        self._reads, self._writes = _Lane(missing=read_workers), _Lane(missing=write_workers)
-        self._hire(self._reads)
-        self._hire(self._writes)
 
-    def __repr__(self) -> str:
-        reads, writes = self._reads.in_flight, self._writes.in_flight
-        return f"ThreadsEngine(reads={reads}, writes={writes}, queue_max={self._queue_max})"
+class ThreadLane:
+    """`Lane` of some workers."""
 
-    def submit(self, requests: Sequence[IoRequest]) -> int:
-        """See `IoEngine`."""
-        for taken, request in enumerate(requests):
-            lane = self._lane(request.operation)
-            with lane.changed:
-                if lane.closed or not lane.working or lane.in_flight >= self._queue_max:
-                    return taken
-                lane.in_flight += 1
-                lane.waiting.append(request)
-                lane.changed.notify()
-        return len(requests)
+    def __init__(self, mover: Mover, workers: int, outcomes: Outcomes) -> None:
+        assert workers > 0
+        self.in_flight = 0
+        self._mover = mover
+        self._outcomes = outcomes
+        self._missing = workers
+        """Workers that could not be started yet; only the caller's thread changes it, and the next."""
+        self._working = 0
+        self._changed = threading.Condition()
+        """Guards the following."""
+        self._waiting: deque[IoRequest] = deque()
+        self._running = 0
+        self._closed = False
+        self.hire()
 
-    def room(self, operation: Operation) -> int:
-        """See `IoEngine`."""
-        lane = self._lane(operation)
-        self._hire(lane)
-        return 0 if lane.closed or not lane.working else self._queue_max - lane.in_flight
-
-    @property
-    def in_flight(self) -> int:
-        """See `IoEngine`."""
-        return self._reads.in_flight + self._writes.in_flight
-
-    def poll(self) -> list[IoResult]:
-        """See `IoEngine`."""
-        results: list[IoResult] = []
-        while self._done:
-            lane, result = self._done.popleft()
-            lane.in_flight -= 1
-            if isinstance(result, Exception):
-                raise result
-            results.append(result)
-        return results
-
-    def cancel(self, operation: Operation) -> None:
-        """See `IoEngine`."""
-        lane = self._lane(operation)
-        with lane.changed:
-            waiting = list(lane.waiting)
-            lane.waiting.clear()
-        self._done.extend((lane, IoResult(request.tag, 0, errno.ECANCELED, None, 0)) for request in waiting)
-
-    def close(self, deadline_s: float) -> int:
-        """See `IoEngine`. What has not started by then is dropped without a result; results can still be polled."""
-        end = time.monotonic() + deadline_s
-        stuck = 0
-        for lane in (self._reads, self._writes):
-            with lane.changed:
-                lane.closed = True
-                lane.changed.notify_all()
-                while (lane.waiting or lane.running) and (left := end - time.monotonic()) > 0:
-                    lane.changed.wait(left)
-                lane.in_flight -= len(lane.waiting)
-                lane.waiting.clear()
-                stuck += lane.running
-        return stuck
-
-    def _lane(self, operation: Operation) -> _Lane:
-        return self._reads if operation is Operation.READ else self._writes
-
-    def _hire(self, lane: _Lane) -> None:
-        """Start the workers that are missing, as far as this machine has threads; without one there is no room."""
-        while lane.missing and not lane.closed:
+    def hire(self) -> bool:
+        """See `Lane`."""
+        while self._missing and not self._closed:
             try:
-                threading.Thread(target=self._work, args=(lane,), name="kvtier-io", daemon=True).start()
+                threading.Thread(target=self._work, name="kvtier-io", daemon=True).start()
             except RuntimeError:
-                return
-            lane.missing -= 1
-            lane.working += 1
+                break
+            self._missing -= 1
+            self._working += 1
+        return self._working > 0 and not self._closed
 
-    def _work(self, lane: _Lane) -> None:
+    def push(self, requests: list[IoRequest]) -> None:
+        """See `Lane`."""
+        with self._changed:
+            self._waiting.extend(requests)
+            self._changed.notify(len(requests))
+
+    def cancel(self) -> list[int]:
+        """See `Lane`."""
+        with self._changed:
+            tags = [request.tag for request in self._waiting]
+            self._waiting.clear()
+        return tags
+
+    def close(self, end: float) -> int:
+        """See `Lane`."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            while (self._waiting or self._running) and (left := end - time.monotonic()) > 0:
+                self._changed.wait(left)
+            self.in_flight -= len(self._waiting)
+            self._waiting.clear()
+            return self._running
+
+    def _work(self) -> None:
         while True:
-            with lane.changed:
-                while not lane.waiting:
-                    if lane.closed:
+            with self._changed:
+                while not self._waiting:
+                    if self._closed:
                         return
-                    lane.changed.wait()
-                share = -(-len(lane.waiting) // lane.working)
-                requests = [lane.waiting.popleft() for _ in range(min(share, self._mover.batch_max))]
+                    self._changed.wait()
+                share = -(-len(self._waiting) // max(1, self._working))
+                requests = [self._waiting.popleft() for _ in range(min(share, self._mover.batch_max))]
                 count = len(requests)
-                lane.running += count
-            results = self._outcomes(requests)
+                self._running += count
+            try:
+                self._outcomes.add(self, self._mover.move(requests))
+            except Exception as error:  # a bug in `prepare` or `then`: poll() raises it on the caller's thread
+                self._outcomes.fail(self, error, count)
             del requests
-            self._done.extend((lane, result) for result in results)
-            with lane.changed:
-                lane.running -= count
-                if lane.closed:
-                    lane.changed.notify_all()
-            self._wake()
-
-    def _outcomes(self, requests: list[IoRequest]) -> Sequence[IoResult | Exception]:
-        try:
-            return self._mover.move(requests)
-        except Exception as error:  # a bug in `prepare` or `then`: poll() raises it on the caller's thread
-            return [error] * len(requests)
+            with self._changed:
+                self._running -= count
+                if self._closed:
+                    self._changed.notify_all()
+            self._outcomes.wake()
 
 
 class CallMover:

@@ -84,7 +84,7 @@ class UnsyncedCalls:
         self._check_power()
         self._inner.fallocate(descriptor, offset, length)
 
-    def ring(self, depth: int) -> Ring:  # noqa: ARG002
+    def ring(self, depth: int, slice_bytes: int) -> Ring:  # noqa: ARG002
         """See `SystemCalls`. There is none: what it wrote would not be remembered."""
         raise OSError(errno.ENOSYS, "writes through an io_uring cannot be taken back")
 

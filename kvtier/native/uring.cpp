@@ -7,6 +7,7 @@
 #include <cstring>
 #include <ctime>
 #include <deque>
+#include <iterator>
 #include <mutex>
 #include <stdexcept>
 #include <system_error>
@@ -27,6 +28,12 @@
 #endif
 
 namespace kvtier {
+
+std::int64_t Move::total_bytes() const {
+    std::int64_t total = 0;
+    for (const iovec& part : parts) total += std::int64_t(part.iov_len);
+    return total;
+}
 
 #ifdef KVTIER_URING
 
@@ -150,7 +157,7 @@ struct Ring::State {
     void give_back_unsubmitted(int error);
     void reap();
     void end(int slot, int result);
-    std::string sums_of(const Move& move, int result) const;
+    std::string sums_of(const Move& move) const;
 };
 
 int Ring::State::open() {
@@ -232,7 +239,9 @@ void Ring::State::run() {
 
 // Sums what was read and hands it out.
 void Ring::State::deliver() {
-    for (Ended& ended : done) ended.end.sums = sums_of(ended.move, ended.end.result);
+    for (Ended& ended : done) {
+        if (ended.end.whole && ended.move.slice_bytes) ended.end.sums = sums_of(ended.move);
+    }
     std::lock_guard lock(mutex);
     in_kernel = false;
     if (done.empty()) return;
@@ -242,10 +251,7 @@ void Ring::State::deliver() {
     ring_bell();
 }
 
-std::string Ring::State::sums_of(const Move& move, int result) const {
-    std::int64_t total = 0;
-    for (const iovec& part : move.parts) total += std::int64_t(part.iov_len);
-    if (move.slice_bytes == 0 || move.operation != Operation::read || result != total) return {};
+std::string Ring::State::sums_of(const Move& move) const {
     const iovec& last = move.parts.back();
     const std::size_t count = last.iov_len / move.slice_bytes;
     std::string sums(count * CHECKSUM_BYTES, '\0');
@@ -360,8 +366,8 @@ void Ring::State::reap() {
 void Ring::State::end(int slot, int result) {
     free.push_back(slot);
     Slot& ended = slots[slot];
-    const End end{ended.move.tag, result, ended.started_ns, now_ns(), {}};
-    done.push_back({std::move(ended.move), end});
+    End end{ended.move.owner, ended.move.tag, result, result == ended.move.total_bytes(), ended.started_ns, now_ns(), {}};
+    done.push_back({std::move(ended.move), std::move(end)});
 }
 
 Ring::Ring(int depth) {
@@ -390,13 +396,13 @@ void Ring::push(std::vector<Move> moves) {
     state_->feed();
 }
 
-std::vector<std::uint64_t> Ring::cancel() {
+std::vector<Move> Ring::cancel() {
     if (state_->forked()) return {};
     std::lock_guard lock(state_->mutex);
-    std::vector<std::uint64_t> tags;
-    for (const Move& move : state_->queue) tags.push_back(move.tag);
-    state_->queue.clear();
-    return tags;
+    std::deque<Move>& queue = state_->queue;
+    std::vector<Move> moves(std::move_iterator(queue.begin()), std::move_iterator(queue.end()));
+    queue.clear();
+    return moves;
 }
 
 std::vector<End> Ring::take() {
@@ -412,12 +418,6 @@ void Ring::wake() {
     if (state_->forked()) return;
     std::lock_guard lock(state_->mutex);
     state_->ring_bell();
-}
-
-int Ring::moving() const {
-    if (state_->forked()) return 0;
-    std::lock_guard lock(state_->mutex);
-    return state_->moving;
 }
 
 bool Ring::close() {
@@ -440,11 +440,10 @@ struct Ring::State {};
 Ring::Ring(int) { throw std::system_error(ENOSYS, std::generic_category(), "built without io_uring"); }
 Ring::~Ring() = default;
 void Ring::push(std::vector<Move>) {}
-std::vector<std::uint64_t> Ring::cancel() { return {}; }
+std::vector<Move> Ring::cancel() { return {}; }
 std::vector<End> Ring::take() { return {}; }
 int Ring::bell() const { return -1; }
 void Ring::wake() {}
-int Ring::moving() const { return 0; }
 bool Ring::close() { return true; }
 void Ring::after_fork_in_child() {}
 

@@ -1,7 +1,8 @@
 // An io_uring and the thread that feeds and empties it: moves in, ends out, summed, all without the GIL.
 //
 // Raw system calls, no liburing. At most `depth` moves are in the kernel; the rest wait in a queue of its own, whose
-// bound is the caller's business, like descriptors and memory, which must stay until a move's end was handed out.
+// bound is the caller's business, like descriptors and memory, which must stay until a move's end was handed out; the
+// owners of what is never handed out, because the ring is dropped first, are nobody's any more.
 // Knows nothing of short moves and what to do about them. In a forked child push() throws and the rest does nothing,
 // but give up the descriptors when it is told to.
 #pragma once
@@ -18,17 +19,22 @@ namespace kvtier {
 enum class Operation : std::uint8_t { read, write, sync };
 
 struct Move {
+    void* owner;  // the caller's, handed back with its end
     std::uint64_t tag;
     Operation operation;
     int descriptor;
     std::uint64_t offset;
     std::vector<iovec> parts;
     std::size_t slice_bytes;  // > 0: sums are wanted of the slices of the last part, once all has been read
+
+    std::int64_t total_bytes() const;
 };
 
 struct End {
+    void* owner;
     std::uint64_t tag;
     int result;  // bytes, or a negative error number
+    bool whole;  // all bytes have moved
     std::int64_t started_ns;  // given to the kernel, monotonic
     std::int64_t ended_ns;
     std::string sums;  // 8 bytes a slice, most significant first; empty unless all that was wanted has been read
@@ -41,13 +47,12 @@ class Ring {
     Ring(const Ring&) = delete;
     Ring& operator=(const Ring&) = delete;
 
-    void push(std::vector<Move> moves);   // any thread
-    std::vector<std::uint64_t> cancel();  // tags of what was not in the kernel yet, and never will be
-    std::vector<End> take();              // what has ended
-    int bell() const;                     // an eventfd: rings when take() has something, at wake(), at the very end
+    void push(std::vector<Move> moves);  // any thread
+    std::vector<Move> cancel();          // what was not in the kernel yet, and never will be
+    std::vector<End> take();             // what has ended
+    int bell() const;                    // an eventfd: rings when take() has something, at wake(), at the very end
     void wake();
-    int moving() const;  // moves in the kernel
-    bool close();        // takes no more; whether its thread and descriptors are gone, which the bell tells, too
+    bool close();  // takes no more; whether its thread and descriptors are gone, which the bell tells, too
     void after_fork_in_child();
 
   private:

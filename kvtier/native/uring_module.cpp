@@ -1,4 +1,5 @@
-// The part of kvtier._native that has an io_uring: Ring, whose moves and ends are tuples. Used by kvtier/io/uring.py.
+// The part of kvtier._native that has an io_uring: Ring, which takes the requests and makes the results of
+// kvtier/io/base.py. Used by kvtier/io/uring.py.
 //
 // Nothing here blocks or gives up the GIL: a daemon thread that wants it back while Python ends would not survive that.
 #include "uring_module.hpp"
@@ -11,7 +12,6 @@
 #include <vector>
 
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/vector.h>
 
 #include "checksum.hpp"
 #include "uring.hpp"
@@ -31,35 +31,113 @@ iovec span_of(nb::handle buffer, bool written_to) {
     return span;
 }
 
-void push(Ring& ring, const std::vector<nb::tuple>& moves) {
-    std::vector<Move> made;
-    made.reserve(moves.size());
-    for (const nb::tuple& move : moves) {
-        const int code = nb::cast<int>(move[1]);
-        if (code < 0 || code > 2) throw std::invalid_argument("an operation is 0 (read), 1 (write) or 2 (sync)");
-        Move& one = made.emplace_back();
-        one.tag = nb::cast<std::uint64_t>(move[0]);
-        one.operation = Operation(code);
-        one.descriptor = nb::cast<int>(move[2]);
-        one.offset = nb::cast<std::uint64_t>(move[3]);
-        for (nb::handle buffer : move[4]) one.parts.push_back(span_of(buffer, one.operation == Operation::read));
-        one.slice_bytes = nb::cast<std::size_t>(move[5]);
-        if (one.slice_bytes == 0) continue;
-        if (one.parts.empty() || one.slice_bytes % CHECKSUM_STEP || one.parts.back().iov_len % one.slice_bytes) {
-            throw std::invalid_argument("a last buffer that is not whole slices, in steps of 1 KiB");
-        }
-    }
-    ring.push(std::move(made));
-}
+// The fields of IoRequest.
+enum Field : Py_ssize_t { OPERATION, DESCRIPTOR, OFFSET, BUFFERS, TAG, PREPARE, THEN, SUMS, FIELDS };
+constexpr Py_ssize_t RESULT_FIELDS = 6;
 
-nb::list take(Ring& ring) {
-    nb::list list;
-    for (const End& end : ring.take()) {
-        const nb::bytes sums(end.sums.data(), end.sums.size());
-        list.append(nb::make_tuple(end.tag, end.result, end.started_ns, end.ended_ns, sums));
+nb::handle field(nb::handle request, Field which) { return PyTuple_GET_ITEM(request.ptr(), which); }
+
+// A ring whose moves own a reference to their request: whoever is in the kernel keeps its buffers, whatever comes.
+class RequestRing {
+  public:
+    // `operations` read, write and sync; `result` makes the results, a tuple with the fields of IoResult.
+    RequestRing(int depth, std::size_t slice_bytes, nb::tuple operations, nb::type_object result)
+        : slice_bytes_(slice_bytes), operations_(std::move(operations)), result_(std::move(result)), ring_(depth) {
+        if (operations_.size() != 3 || slice_bytes % CHECKSUM_STEP) {
+            throw std::invalid_argument("three operations, and slices in steps of 1 KiB");
+        }
+        if (!PyType_IsSubtype(type(), &PyTuple_Type)) throw nb::type_error("results are tuples");
     }
-    return list;
-}
+
+    ~RequestRing() {
+        cancel();
+        for (const End& end : ring_.take()) nb::steal(static_cast<PyObject*>(end.owner));
+    }
+
+    void push(nb::list requests) {
+        std::vector<Move> moves;
+        moves.reserve(requests.size());
+        for (nb::handle request : requests) moves.push_back(move_of(request));
+        ring_.push(std::move(moves));
+        for (nb::handle request : requests) request.inc_ref();
+    }
+
+    nb::list cancel() {
+        nb::list tags;
+        for (const Move& move : ring_.cancel()) {
+            tags.append(move.tag);
+            nb::steal(static_cast<PyObject*>(move.owner));
+        }
+        return tags;
+    }
+
+    nb::tuple take() {
+        nb::list results, others;
+        for (const End& end : ring_.take()) {
+            const nb::object request = nb::steal(static_cast<PyObject*>(end.owner));
+            if (!end.sums.empty()) {
+                field(request, SUMS).attr("taken") = nb::bytes(end.sums.data(), end.sums.size());
+            }
+            if (end.whole && field(request, THEN).is_none()) {
+                results.append(result_of(end));
+            } else {
+                others.append(nb::make_tuple(request, end.result, end.started_ns, end.ended_ns));
+            }
+        }
+        return nb::make_tuple(results, others);
+    }
+
+    Ring& ring() { return ring_; }
+
+  private:
+    PyTypeObject* type() const { return reinterpret_cast<PyTypeObject*>(result_.ptr()); }
+
+    Move move_of(nb::handle request) const {
+        if (!PyTuple_Check(request.ptr()) || PyTuple_GET_SIZE(request.ptr()) != FIELDS) {
+            throw nb::type_error("a request has the fields of IoRequest");
+        }
+        Move move{};
+        move.owner = request.ptr();
+        move.tag = nb::cast<std::uint64_t>(field(request, TAG));
+        move.operation = operation_of(field(request, OPERATION));
+        move.descriptor = nb::cast<int>(field(request, DESCRIPTOR));
+        if (move.operation == Operation::sync) return move;
+        move.offset = nb::cast<std::uint64_t>(field(request, OFFSET));
+        const bool reads = move.operation == Operation::read;
+        for (nb::handle buffer : field(request, BUFFERS)) move.parts.push_back(span_of(buffer, reads));
+        if (!reads || slice_bytes_ == 0 || field(request, SUMS).is_none()) return move;
+        move.slice_bytes = slice_bytes_;
+        if (move.parts.empty() || move.parts.back().iov_len % slice_bytes_) {
+            throw std::invalid_argument("sums are wanted of a last buffer that is not whole slices");
+        }
+        return move;
+    }
+
+    Operation operation_of(nb::handle operation) const {
+        for (int code = 0; code < 3; ++code) {
+            if (operation.is(operations_[code])) return Operation(code);
+        }
+        throw std::invalid_argument("neither read nor write nor sync");
+    }
+
+    nb::object result_of(const End& end) const {
+        nb::object fields[RESULT_FIELDS] = {
+            nb::int_(end.tag), nb::int_(end.result), nb::none(), nb::none(), nb::int_(end.ended_ns - end.started_ns),
+            nb::int_(end.ended_ns),
+        };
+        nb::object result = nb::steal(type()->tp_alloc(type(), RESULT_FIELDS));
+        if (!result.is_valid()) throw nb::python_error();
+        for (Py_ssize_t place = 0; place < RESULT_FIELDS; ++place) {
+            PyTuple_SET_ITEM(result.ptr(), place, fields[place].release().ptr());
+        }
+        return result;
+    }
+
+    const std::size_t slice_bytes_;
+    const nb::tuple operations_;
+    const nb::type_object result_;
+    Ring ring_;
+};
 
 }  // namespace
 
@@ -72,16 +150,16 @@ void add_uring(nb::module_& module) {
             PyErr_SetFromErrno(PyExc_OSError);
         }
     });
-    nb::class_<Ring>(module, "Ring", "An io_uring and its thread, at most `depth` moves in the kernel. See uring.hpp.")
-        .def(nb::init<int>(), "depth"_a)
-        .def("push", &push, "moves"_a)
-        .def("cancel", &Ring::cancel)
-        .def("take", &take)
-        .def_prop_ro("bell", &Ring::bell)
-        .def("wake", &Ring::wake)
-        .def_prop_ro("moving", &Ring::moving)
-        .def("close", &Ring::close)
-        .def("after_fork_in_child", &Ring::after_fork_in_child);
+    nb::class_<RequestRing>(module, "Ring", "An io_uring and its thread, at most `depth` requests in the kernel.")
+        .def(nb::init<int, std::size_t, nb::tuple, nb::type_object>(), "depth"_a, "slice_bytes"_a, "operations"_a,
+             "result"_a)
+        .def("push", &RequestRing::push, "requests"_a)
+        .def("cancel", &RequestRing::cancel)
+        .def("take", &RequestRing::take)
+        .def_prop_ro("bell", [](RequestRing& self) { return self.ring().bell(); })
+        .def("wake", [](RequestRing& self) { self.ring().wake(); })
+        .def("close", [](RequestRing& self) { return self.ring().close(); })
+        .def("after_fork_in_child", [](RequestRing& self) { self.ring().after_fork_in_child(); });
 }
 
 }  // namespace kvtier

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -21,9 +20,7 @@ from kvtier.io.base import (
     IoRequest,
     IoResult,
     KernelCalls,
-    Move,
     Operation,
-    SliceSums,
     SystemCalls,
     uninterrupted,
     write_all,
@@ -32,7 +29,6 @@ from kvtier.io.faulty import Call, Effect, Fault, FaultyCalls, FaultyRing, seede
 from kvtier.io.threads import ThreadsEngine
 from kvtier.io.unsynced import UnsyncedCalls
 from kvtier.io.uring import UringEngine
-from kvtier.tiers.checksum import slice_sums
 from tests.rows import Bell, aligned, need_uring
 
 PAGE = 4096
@@ -158,14 +154,14 @@ def test_a_call_that_stopped_off_a_page_is_continued_from_its_start(bench: Bench
             note(offset, buffers)
             return super().preadv(descriptor, buffers, offset)
 
-        def ring(self, depth: int) -> FaultyRing:
-            return WatchingRing(self, KernelCalls().ring(depth), depth)
+        def ring(self, depth: int, slice_bytes: int) -> FaultyRing:
+            return WatchingRing(self, KernelCalls().ring(depth, slice_bytes), depth)
 
     class WatchingRing(FaultyRing):
-        def push(self, moves: list[Move]) -> None:
-            for move in moves:
-                note(move.offset, move.buffers)
-            super().push(moves)
+        def push(self, requests: list[IoRequest]) -> None:
+            for request in requests:
+                note(request.offset, request.buffers)
+            super().push(requests)
 
     def note(offset: int, buffers: Sequence[memoryview]) -> None:
         offsets.append(offset)
@@ -435,79 +431,3 @@ def test_workers_that_could_not_be_started_are_started_later(
 
 def _no_more_threads(_thread: threading.Thread) -> None:
     raise RuntimeError("can't start new thread")
-
-
-# ---- io_uring alone --------------------------------------------------------------------------------------------------
-
-
-def test_a_ring_gives_the_sums_of_the_last_buffer_or_none_where_it_came_in_pieces(tmp_path: Path) -> None:
-    need_uring()
-    content = random.Random(5).randbytes(4 * PAGE)
-    (tmp_path / "file").write_bytes(content)
-    descriptor = os.open(tmp_path / "file", os.O_RDWR)
-    wanted = slice_sums(memoryview(content)[PAGE:], PAGE)
-    row, bell, seen = aligned(3 * PAGE), Bell(), list[bytes]()
-    calls = FaultyCalls()
-    engine = UringEngine(calls, 2, 2, 8, bell, PAGE)
-
-    def run(operation: Operation, prepares: bool) -> IoResult:
-        sums = SliceSums()
-        note = lambda: seen.append(sums.taken)  # noqa: E731
-        rides = {"prepare": note} if prepares else {"then": note}
-        engine.submit([IoRequest(operation, descriptor, 0, (aligned(PAGE), row), 1, **rides, sums=sums)])
-        while not (results := engine.poll()):
-            bell.wait(1.0)
-        return results[0]
-
-    assert run(Operation.READ, False).moved_bytes == 4 * PAGE and bytes(row) == content[PAGE:]
-    calls.inject([Fault(Call.READ, 2, Effect.SHORT, 3 * PAGE)])
-    assert run(Operation.READ, False).moved_bytes == 4 * PAGE
-    assert run(Operation.WRITE, True).moved_bytes == 4 * PAGE
-    assert seen == [wanted, b"", wanted]
-    assert engine.close(10.0) == 0
-    os.close(descriptor)
-
-
-FORKED = """
-import os, sys, threading
-from kvtier.io.base import IoRequest, KernelCalls, Operation
-from kvtier.io.uring import UringEngine
-descriptor = os.open(sys.argv[1], os.O_RDONLY)
-ended = threading.Event()
-engine = UringEngine(KernelCalls(), 4, 4, 8, ended.set)
-rings = [number for number in range(100) if os.path.exists(f"/proc/self/fd/{number}")]
-rings = [number for number in rings if "anon_inode" in os.readlink(f"/proc/self/fd/{number}")]
-assert len(rings) == 6, rings
-page = memoryview(bytearray(4096))
-read = IoRequest(Operation.READ, descriptor, 0, (page,), 1)
-child = os.fork()
-if child == 0:
-    left = [number for number in rings if os.path.exists(f"/proc/self/fd/{number}")]
-    taken = engine.submit([read])
-    os._exit(1 if left or taken or engine.room(Operation.READ) or engine.close(1.0) else 0)
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-assert engine.submit([read]) == 1 and ended.wait(20)
-assert engine.poll()[0].moved_bytes == 4096 and engine.close(10.0) == 0
-"""
-
-
-def test_a_forked_child_has_no_ring_and_the_parents_goes_on(tmp_path: Path) -> None:
-    need_uring()
-    (tmp_path / "file").write_bytes(b"x" * PAGE)
-    subprocess.run([sys.executable, "-c", FORKED, str(tmp_path / "file")], check=True, timeout=60)
-
-
-def test_what_an_engine_dropped_while_it_moves_bytes_was_given_stays_until_they_have_moved(tmp_path: Path) -> None:
-    need_uring()
-    calls = FaultyCalls([Fault(Call.READ, 1, Effect.HANG)])
-    (tmp_path / "file").write_bytes(b"x" * PAGE)
-    descriptor = os.open(tmp_path / "file", os.O_RDONLY)
-    rung = threading.Event()
-    target = aligned(PAGE)
-    engine = UringEngine(calls, 1, 1, 1, rung.set)
-    engine.submit([IoRequest(Operation.READ, descriptor, 0, (target,), 1)])
-    assert engine.close(0.0) == 1
-    del engine
-    calls.release()
-    assert rung.wait(20) and bytes(target) == b"x" * PAGE
-    os.close(descriptor)

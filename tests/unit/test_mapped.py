@@ -9,13 +9,13 @@ from collections.abc import Iterator, Sequence
 import pytest
 from xxhash import xxh3_64_digest
 
-from kvtier.io.base import IoRequest, IoResult, Operation, SliceSums
+from kvtier.io.base import IoRequest, IoResult, Operation
 from kvtier.io.faulty import FaultyCalls
 from kvtier.io.threads import CallMover, ThreadsEngine
 from kvtier.shelves import open_dram_shelf
 from kvtier.tiers.mapped import BATCH_BYTES, MappedMover
 from kvtier.tiers.slab import Slab, make_dram_slab
-from tests.rows import IO, LAYOUT, NAMESPACE, Bell, aligned, block_hashes, filled, payload
+from tests.rows import IO, LAYOUT, NAMESPACE, Bell, Taken, aligned, block_hashes, filled, payload
 
 HEADER_BYTES = 4096
 SLOT_BYTES = HEADER_BYTES + LAYOUT.row_bytes
@@ -72,7 +72,7 @@ def sums_of(row: bytes | memoryview) -> bytes:
 
 
 def request(operation: Operation, slab: Slab, slot: int, *buffers: memoryview, skip: int = 0) -> IoRequest:
-    return IoRequest(operation, -1, slab.offset(slot) + skip, buffers, slot, sums=SliceSums())
+    return IoRequest(operation, -1, slab.offset(slot) + skip, buffers, slot, sums=Taken())
 
 
 def test_rows_and_slices_of_them_are_read_with_their_sums(bench: Bench) -> None:
@@ -144,7 +144,7 @@ def test_a_dram_shelf_copies_within_memory_unless_it_is_given_calls() -> None:
     for calls, kind in ((None, MappedMover), (FaultyCalls(), CallMover)):
         shelf = open_dram_shelf(LAYOUT, NAMESPACE, SLOT_BYTES, IO, lambda: None, calls=calls)
         engine = shelf._transfers._engine
-        assert isinstance(engine, ThreadsEngine) and type(engine._mover) is kind
+        assert isinstance(engine, ThreadsEngine) and type(engine._reads._mover) is kind
         shelf.close(5.0)
 
 
