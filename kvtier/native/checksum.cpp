@@ -12,8 +12,7 @@ namespace kvtier {
 namespace {
 
 constexpr std::size_t STRIPE = 64, STRIPES = CHECKSUM_STEP / STRIPE;
-// Slices summed in turn, a block of each: from memory a core reads several runs at once faster than one.
-constexpr std::size_t TOGETHER = 8;
+constexpr std::size_t TOGETHER_MAX = 8;
 
 constexpr std::uint64_t PRIME32_1 = 0x9E3779B1, PRIME32_2 = 0x85EBCA77, PRIME32_3 = 0xC2B2AE3D;
 constexpr std::uint64_t PRIME64_1 = 0x9E3779B185EBCA87, PRIME64_2 = 0xC2B2AE3D27D4EB4F, PRIME64_3 = 0x165667B19E3779F9,
@@ -66,7 +65,8 @@ std::uint64_t merged(const Sums& sums, std::size_t bytes) {
     return total ^ total >> 32;
 }
 
-template <Absorb absorb>
+// TOGETHER slices are summed in turn, a block of each.
+template <Absorb absorb, std::size_t TOGETHER>
 void sum_slices(const char* source, char* target, std::size_t slice_bytes, std::size_t count, char* digests) {
     alignas(STRIPE) Sums sums[TOGETHER];
     for (std::size_t first = 0; first < count; first += TOGETHER) {
@@ -200,14 +200,24 @@ std::vector<std::string> checksum_isas() {
     return names;
 }
 
-Checksum checksum_for(const std::string& isa) {
+std::size_t checksum_runs() {
+#ifdef KVTIER_X86
+    if (__builtin_cpu_is("amd")) return 1;
+#endif
+    return TOGETHER_MAX;
+}
+
+Checksum checksum_for(const std::string& isa, std::size_t runs) {
+    if (runs == 0) runs = checksum_runs();
+    if (runs != 1 && runs != TOGETHER_MAX) throw std::invalid_argument("slices are summed in 1 or 8 runs");
+    const auto chosen = [runs](Checksum in_order, Checksum in_turn) { return runs == 1 ? in_order : in_turn; };
     for (const std::string& name : checksum_isas()) {
         if (isa != "auto" && isa != name) continue;
 #ifdef KVTIER_X86
-        if (name == "avx512") return &sum_slices<absorb_avx512>;
-        if (name == "avx2") return &sum_slices<absorb_avx2>;
+        if (name == "avx512") return chosen(&sum_slices<absorb_avx512, 1>, &sum_slices<absorb_avx512, TOGETHER_MAX>);
+        if (name == "avx2") return chosen(&sum_slices<absorb_avx2, 1>, &sum_slices<absorb_avx2, TOGETHER_MAX>);
 #endif
-        return &sum_slices<absorb_plain>;
+        return chosen(&sum_slices<absorb_plain, 1>, &sum_slices<absorb_plain, TOGETHER_MAX>);
     }
     throw std::invalid_argument("no checksums for isa \"" + isa + "\" on this CPU");
 }

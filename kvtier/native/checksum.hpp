@@ -19,8 +19,13 @@ constexpr std::size_t CHECKSUM_BYTES = 8;
 // `target` unless that is null. Both may lie in memory that others write to: the sums are those of what is at `target`.
 using Checksum = void (*)(const char* source, char* target, std::size_t slice_bytes, std::size_t count, char* sums);
 
-// "auto" is the best that this CPU can run; std::invalid_argument for one that it cannot.
-Checksum checksum_for(const std::string& isa);
+// How many slices it pays to sum in turn here: 1 where the prefetcher follows one run past the pages (AMD's), 8 where
+// it stops at each page of 4 KiB, so that a core reads several runs at once faster than one (docs/LOG.md).
+std::size_t checksum_runs();
+
+// "auto" is the best that this CPU can run; std::invalid_argument for one that it cannot. `runs` 1 or 8, 0 for
+// checksum_runs().
+Checksum checksum_for(const std::string& isa, std::size_t runs = 0);
 
 // What this CPU and this build can run, best first.
 std::vector<std::string> checksum_isas();

@@ -46,8 +46,9 @@ Buffers buffers_of(nb::list objects, int flags) {
 }
 
 // One list entry a row: the sums of its slices, 8 bytes each, most significant first.
-nb::list run(const Buffers& sources, const Buffers* targets, std::size_t slice_bytes, const std::string& isa) {
-    const Checksum checksum = checksum_for(isa);
+nb::list run(const Buffers& sources, const Buffers* targets, std::size_t slice_bytes, const std::string& isa,
+             std::size_t runs) {
+    const Checksum checksum = checksum_for(isa, runs);
     if (slice_bytes == 0 || slice_bytes % CHECKSUM_STEP) throw std::invalid_argument("slices come in steps of 1 KiB");
     if (targets && targets->size() != sources.size()) throw std::invalid_argument("not as many targets as sources");
     std::vector<std::string> rows;
@@ -69,22 +70,23 @@ nb::list run(const Buffers& sources, const Buffers* targets, std::size_t slice_b
     return sums;
 }
 
-nb::list checksum_rows(nb::list rows, std::size_t slice_bytes, const std::string& isa) {
-    return run(buffers_of(rows, PyBUF_SIMPLE), nullptr, slice_bytes, isa);
+nb::list checksum_rows(nb::list rows, std::size_t slice_bytes, const std::string& isa, std::size_t runs) {
+    return run(buffers_of(rows, PyBUF_SIMPLE), nullptr, slice_bytes, isa, runs);
 }
 
-nb::list copy_rows(nb::list sources, nb::list targets, std::size_t slice_bytes, const std::string& isa) {
+nb::list copy_rows(nb::list sources, nb::list targets, std::size_t slice_bytes, const std::string& isa,
+                   std::size_t runs) {
     const Buffers targets_ = buffers_of(targets, PyBUF_WRITABLE);
-    return run(buffers_of(sources, PyBUF_SIMPLE), &targets_, slice_bytes, isa);
+    return run(buffers_of(sources, PyBUF_SIMPLE), &targets_, slice_bytes, isa, runs);
 }
 
 }  // namespace
 
 void add_checksums(nb::module_& module) {
     module.def("checksum_isas", &checksum_isas, "What checksums can run on, best first.");
-    module.def("checksum_rows", &checksum_rows, "rows"_a, "slice_bytes"_a, "isa"_a = "auto",
+    module.def("checksum_rows", &checksum_rows, "rows"_a, "slice_bytes"_a, "isa"_a = "auto", "runs"_a = 0,
                "For each row the xxh3_64 sums of its slices. The GIL is released.");
-    module.def("copy_rows", &copy_rows, "sources"_a, "targets"_a, "slice_bytes"_a, "isa"_a = "auto",
+    module.def("copy_rows", &copy_rows, "sources"_a, "targets"_a, "slice_bytes"_a, "isa"_a = "auto", "runs"_a = 0,
                "Copy rows; for each the xxh3_64 sums of the slices at its target. The GIL is released.");
 }
 

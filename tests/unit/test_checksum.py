@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 from collections.abc import Callable
 
@@ -23,9 +24,9 @@ Sum = Callable[[list[memoryview], int], list[bytes]]
 Copy = Callable[[list[memoryview], list[memoryview], int], list[bytes]]
 SUMS: dict[str, Sum] = {"chosen": checksum.sum_rows, "python": checksum.sum_plainly}
 COPIES: dict[str, Copy] = {"chosen": checksum.copy_rows, "python": checksum.copy_plainly}
-for isa in ISAS:
-    SUMS[isa] = functools.partial(_native.checksum_rows, isa=isa)
-    COPIES[isa] = functools.partial(_native.copy_rows, isa=isa)
+for isa, runs in itertools.product(ISAS, (1, 8)):
+    SUMS[f"{isa}-{runs}"] = functools.partial(_native.checksum_rows, isa=isa, runs=runs)
+    COPIES[f"{isa}-{runs}"] = functools.partial(_native.copy_rows, isa=isa, runs=runs)
 
 ROW_BYTES = 24 << 10
 SLICES = (1024, 2048, 4096, 12 << 10, 24 << 10)
@@ -86,6 +87,8 @@ def test_the_native_sums_refuse_what_they_cannot_do() -> None:
             _native.copy_rows([row], targets, 1024)
     with pytest.raises(ValueError, match="isa"):
         _native.checksum_rows([row], 1024, isa="mmx")
+    with pytest.raises(ValueError, match="runs"):
+        _native.checksum_rows([row], 1024, runs=3)
     with pytest.raises(BufferError):
         _native.copy_rows([row], [memoryview(bytes(ROW_BYTES))], 1024)
     with pytest.raises(TypeError):
