@@ -24,6 +24,8 @@ HEADER_VERSION = 2
 _FIXED = struct.Struct("<8sII32s32s16sIiQQQQQB7x")
 _SELF_SUM = struct.Struct("<Q")
 _SELF_SUM_OFFSET = HEADER_BYTES - _SELF_SUM.size
+_WHOLE = struct.Struct(f"{_FIXED.format}{_SELF_SUM_OFFSET - _FIXED.size}s")
+"""All but the sum over it: the fixed fields, the sums of the slices, zeros."""
 SLICES_MAX = (_SELF_SUM_OFFSET - _FIXED.size) // SUM_BYTES
 """The most layers whose sums fit a header."""
 
@@ -80,8 +82,7 @@ def pack_header(target: memoryview, record: Record, form: RowFormat) -> None:
     """Write the header of `record` into `target` (4 KiB)."""
     assert target.nbytes == HEADER_BYTES and len(record.block_hash) == 32 and len(record.tenant) == 16
     assert len(record.sums) == form.slice_count * SUM_BYTES, len(record.sums)
-    target[:] = _ZEROS
-    _FIXED.pack_into(
+    _WHOLE.pack_into(
         target,
         0,
         MAGIC,
@@ -98,8 +99,8 @@ def pack_header(target: memoryview, record: Record, form: RowFormat) -> None:
         form.slice_bytes,
         record.expiry_s,
         record.pinned,
+        record.sums,
     )
-    target[_FIXED.size : _FIXED.size + len(record.sums)] = record.sums
     _SELF_SUM.pack_into(target, _SELF_SUM_OFFSET, xxh3_64_intdigest(target[:_SELF_SUM_OFFSET]))
 
 
@@ -145,19 +146,15 @@ def _is_header_of(source: memoryview, record: Record, form: RowFormat) -> bool:
     """Whether this is a sound header of that row, whatever priority, expiry and pin it names."""
     if source.nbytes != HEADER_BYTES:
         return False
-    (self_sum,) = _SELF_SUM.unpack_from(source, _SELF_SUM_OFFSET)
     fields = _FIXED.unpack_from(source)
     block_hash, slot, generation, depth, sums, _, _, tenant, _ = record
-    common = (MAGIC, HEADER_VERSION, form.slice_count, form.namespace, block_hash, tenant, depth)
-    return bool(
-        fields[:7] == common
+    slice_count = form.row_bytes // form.slice_bytes
+    return (
+        fields[:7] == (MAGIC, HEADER_VERSION, slice_count, form.namespace, block_hash, tenant, depth)
         and fields[8:12] == (slot, generation, form.row_bytes, form.slice_bytes)
-        and source[_FIXED.size : _FIXED.size + form.slice_count * SUM_BYTES] == sums
+        and source[_FIXED.size : _FIXED.size + slice_count * SUM_BYTES] == sums
         and generation < GENERATION_END
         and is_possible(fields[7], fields[12])
         and fields[13] <= 1
-        and self_sum == xxh3_64_intdigest(source[:_SELF_SUM_OFFSET])
+        and _SELF_SUM.unpack_from(source, _SELF_SUM_OFFSET)[0] == xxh3_64_intdigest(source[:_SELF_SUM_OFFSET])
     )
-
-
-_ZEROS = bytes(HEADER_BYTES)

@@ -72,7 +72,9 @@ class AlignedPages:
     """A fixed set of 4 KiB pages, taken and given back by index; a page in use belongs to one I/O."""
 
     def __init__(self, count: int) -> None:
-        self._view = memoryview(mmap.mmap(-1, count * ALIGNMENT, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        mapping = mmap.mmap(-1, count * ALIGNMENT, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        populate(mapping)
+        self._view = memoryview(mapping)
         self._free = [self._view[start : start + ALIGNMENT] for start in range(0, count * ALIGNMENT, ALIGNMENT)]
 
     def __len__(self) -> int:
