@@ -57,14 +57,14 @@ class Pass:
 
 
 class PlainEngine:
-    """An `IoEngine` that moves the same bytes and leaves out what verifies them."""
+    """An `IoEngine` that reads the same bytes and leaves out what verifies them."""
 
     def __init__(self, inner: IoEngine) -> None:
         self._inner = inner
 
     def submit(self, requests: Sequence[IoRequest]) -> int:
         """See `IoEngine`."""
-        return self._inner.submit([request._replace(then=None, sums=None) for request in requests])
+        return self._inner.submit([IoRequest._make((*request[:5], None, None, None)) for request in requests])
 
     def room(self, operation: Operation) -> int:
         """See `IoEngine`."""
@@ -128,7 +128,7 @@ class NvmeTier:
         for slot in self._order(seed):
             record = self._record(slot)
             rows.append((record if not summed else record._replace(sums=b""), self._buffers[slot % DISTINCT]))
-        return self._move(io, ShelfOperation.WRITE, rows, [], summed)
+        return self._move(io, ShelfOperation.WRITE, rows, [])
 
     def _record(self, slot: int) -> Record:
         return Record(slot.to_bytes(32, "big"), slot, slot + 1, 0, self._sums[slot % DISTINCT])
@@ -144,7 +144,7 @@ class NvmeTier:
         operation: ShelfOperation,
         rows: Sequence[tuple[Record, memoryview | None]],
         targets: list[memoryview],
-        verified: bool,
+        verified: bool = True,
     ) -> Pass:
         """One pass. A row without a buffer of its own takes one of `targets` while it is under way."""
         rung = threading.Event()
