@@ -26,6 +26,7 @@ from kvtier.namespace import FORMAT_VERSION
 from kvtier.tiers.header import HEADER_VERSION
 
 LOCK_NAME = "keeper.lock"
+WAY_OUT = "name a directory on a disk that can be written; it is made if it is not there"
 
 
 class CacheDirectory:
@@ -56,7 +57,7 @@ class CacheDirectory:
                 raise ShelfError(f"cache directory {path}: {LOCK_NAME} was replaced while it was being locked")
         except OSError as error:
             self.close()
-            raise ShelfError(f"cache directory {path} cannot be used: {error.strerror}") from None
+            raise ShelfError(f"tiers.nvme.path: {path} cannot be used: {error.strerror}; {WAY_OUT}") from None
         except ShelfError:
             self.close()
             raise
@@ -163,7 +164,9 @@ def _open_private_folder(path: Path) -> int:
     try:
         descriptor = os.open(path, FOLDER_FLAGS)
     except OSError as error:
-        raise ShelfError(f"cache directory {path} cannot be opened: {error.strerror} (symlinks are refused)") from None
+        raise ShelfError(
+            f"tiers.nvme.path: {path} cannot be opened: {error.strerror} (a symlink is refused, too); {WAY_OUT}"
+        ) from None
     try:
         status = os.fstat(descriptor)
         _check_owner(status, str(path))

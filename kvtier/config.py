@@ -241,7 +241,10 @@ def _anchor(values: dict[str, object], key: str, folder: Path) -> None:
     for section in sections:
         node = node.get(section) if isinstance(node, dict) else None
     if isinstance(node, dict) and isinstance(node.get(last), (str, Path)):
-        node[last] = folder / Path(str(node[last])).expanduser()
+        path = Path(str(node[last])).expanduser()
+        while path.parts[:1] == ("..",):  # `folder` is no symlink: its parent is what .. leads to
+            folder, path = folder.parent, Path(*path.parts[1:])
+        node[last] = folder / path
 
 
 def _explain(item: object) -> str:

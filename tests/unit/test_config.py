@@ -63,6 +63,18 @@ def test_errors_name_key_limit_and_value(overrides: dict[str, object], parts: li
         assert part in str(caught.value)
 
 
+def test_paths_are_told_without_the_way_that_led_there(tmp_path: Path) -> None:
+    folder = tmp_path / "repository/m/1"
+    folder.mkdir(parents=True)
+    (tmp_path / "link").symlink_to(folder)
+    text = "model: ../../../weights\ntiers: {nvme: {bytes: 1MiB, path: ../../../cache/../kv}}\n"
+    (folder / "engine.yaml").write_text(text)
+    for given in (folder, tmp_path / "link"):
+        config = EngineConfig.load(given / "engine.yaml")
+        assert config.model == tmp_path.resolve() / "weights"
+        assert config.tiers.nvme.path == tmp_path.resolve() / "cache/../kv", "cache may be a symlink"
+
+
 def test_files_that_are_no_configuration_are_refused(tmp_path: Path) -> None:
     for text in ("- a\n", "a: [\n", "just text"):
         path = tmp_path / "engine.yaml"
