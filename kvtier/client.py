@@ -76,7 +76,7 @@ class Client:
             config = self._client.get_model_config(model, client_timeout=timeout_s).config
         except grpc.InferenceServerException as error:
             self._client.close()
-            raise _server_error(error) from None
+            raise self._explained(error, "the configuration", timeout_s) from None
         self._batched = config.max_batch_size > 0
 
     def __enter__(self) -> Client:
@@ -126,7 +126,7 @@ class Client:
                 result, error = answers.get()
                 if error is not None:
                     ended = True
-                    raise _server_error(error)
+                    raise self._explained(error, "an answer", timeout_s)
                 answer = result.get_response()
                 ended = answer.parameters["triton_final_response"].bool_param
                 if answer.outputs:
@@ -135,6 +135,26 @@ class Client:
             # Cancelling a stream whose request has ended makes the server (2.51) hold on to the model for ever.
             client.stop_stream(cancel_requests=not ended)
             client.close()
+
+    def _explained(self, error: Any, wanted: str, timeout_s: float | None) -> ServerError:
+        """What model.py says as it is; for what gRPC or the server say: who was asked for what, and what to do."""
+        text: str = error.message()
+        if written := _STATUS.match(text):
+            return ServerError(written[1], text[written.end() :])
+        status = (error.status() or "UNKNOWN").removeprefix("StatusCode.")
+        asked = f"asked {self._url} for {wanted} of model {self._model}"
+        if status == "UNAVAILABLE":
+            detail = text.rpartition(": ")[2].rstrip("]")
+            return ServerError(
+                status,
+                f"{asked}: nobody answers ({detail}); is a Triton server running there, and is this its gRPC port, "
+                "8001 unless it was told otherwise?",
+            )
+        if status == "DEADLINE_EXCEEDED":
+            return ServerError(status, f"{asked}: none within {timeout_s:g} s; give it longer, or look at its log")
+        if "unknown model" in text:
+            return ServerError(status, f"{asked}: it does not serve that model ({text}); see its model repository")
+        return ServerError(status, f"{asked}: {text}")
 
     def _tensor(self, name: str, value: object) -> Any:
         if isinstance(value, np.ndarray):
@@ -163,10 +183,3 @@ def _value(array: Any) -> object:
     """A tensor as Python values: bytes become str, one element stands alone."""
     values = [item.decode(errors="replace") if isinstance(item, bytes) else item for item in array.reshape(-1).tolist()]
     return values[0] if len(values) == 1 else values
-
-
-def _server_error(error: Any) -> ServerError:
-    text = error.message()
-    if written := _STATUS.match(text):
-        return ServerError(written[1], text[written.end() :])
-    return ServerError((error.status() or "UNKNOWN").removeprefix("StatusCode."), text)

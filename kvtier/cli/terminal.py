@@ -63,7 +63,7 @@ def cost_line(usage: Usage, elapsed_s: float | None) -> str:
     """One line about an answer: tokens, where the prompt came from, time to first token, speed after it if known."""
     origin = ", ".join(f"{TIER_NAMES[name]} {count:,}" for name, count in usage.origin.as_dict().items() if count)
     parts = [
-        f"{usage.prompt_token_count:,} tokens in ({origin})",
+        f"{usage.prompt_token_count:,} token{'' if usage.prompt_token_count == 1 else 's'} in ({origin})",
         f"{usage.output_token_count:,} out",
         f"first after {usage.ttft_s:.2f} s",
     ]

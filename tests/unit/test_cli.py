@@ -6,6 +6,7 @@ import json
 import socket
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from tiny import make_checkpoint
@@ -15,6 +16,7 @@ from kvtier import __version__
 from kvtier.cli.main import app
 from kvtier.cli.smoke import address_of
 from kvtier.cli.terminal import cost_line
+from kvtier.client import Client
 from kvtier.errors import KvtierError
 from kvtier.request import Origin, Usage
 
@@ -160,9 +162,42 @@ def test_chat_needs_a_chat_template(tmp_path: Path) -> None:
 def test_smoke_says_that_nobody_answers() -> None:
     with socket.socket() as held:
         held.bind(("localhost", 0))
-        result = run("smoke", f"localhost:{held.getsockname()[1]}", "--timeout", 2)
-    assert result.exit_code == 1
-    assert result.stderr.startswith("error:") and not result.stdout
+        address = f"localhost:{held.getsockname()[1]}"
+        result = run("smoke", address, "--timeout", 2, "--model", "llama")
+    assert result.exit_code == 1 and not result.stdout
+    told = " ".join(result.stderr.split())
+    assert told.startswith(f"error: asked {address} for the configuration of model llama: nobody answers (")
+    assert "is a Triton server running there, and is this its gRPC port, 8001 unless" in told
+    assert "ipv4:" not in told and "StatusCode" not in told
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "told"),
+    [
+        (
+            "StatusCode.UNAVAILABLE",
+            "failed to connect; last error: UNKNOWN: ipv4:127.0.0.1:1: refused",
+            "(refused); is",
+        ),
+        (
+            "StatusCode.UNAVAILABLE",
+            "errors: [field:lookup error: Domain name not found]",
+            "(Domain name not found); is",
+        ),
+        ("StatusCode.DEADLINE_EXCEEDED", "Deadline Exceeded", "none within 2 s; give it longer"),
+        ("StatusCode.NOT_FOUND", "Request for unknown model: 'm' is not found", "it does not serve that model"),
+        (None, "unexpected shape for input 'stream'", "for an answer of model m: unexpected shape for input 'stream'"),
+        (None, "INVALID_ARGUMENT: top_p: must be above 0", "top_p: must be above 0"),
+    ],
+)
+def test_the_client_says_what_it_asked_whom_and_what_to_do(status: str | None, text: str, told: str) -> None:
+    with mock.patch("tritonclient.grpc.InferenceServerClient") as connection:
+        connection.return_value.get_model_config.return_value.config.max_batch_size = 1
+        error = mock.Mock(message=lambda: text, status=lambda: status)
+        found = Client("gpu7:8001", "m")._explained(error, "an answer", 2.0)
+    assert told in str(found)
+    assert found.status == ("INVALID_ARGUMENT" if "INVALID" in text else (status or "UNKNOWN").rpartition(".")[2])
+    assert str(found).startswith("top_p" if "INVALID" in text else "asked gpu7:8001 for an answer of model m: ")
 
 
 @pytest.mark.parametrize("url", ["http://localhost:8000", "localhost", "localhost:grpc", ":8001"])
@@ -181,3 +216,4 @@ def test_a_cost_line_names_only_the_origins_there_are() -> None:
     usage = Usage(96, 11, Origin(hbm=64, nvme=32), 3, 1, 0.5)
     assert cost_line(usage, 1.5) == "96 tokens in (HBM 64, NVMe 32) · 11 out · first after 0.50 s · 10 tokens/s"
     assert cost_line(usage, None).endswith("first after 0.50 s")
+    assert cost_line(Usage(1, 1, Origin(computed=1), 0, 1, 0.5), None).startswith("1 token in (computed 1) · 1 out")
