@@ -46,11 +46,11 @@ def chat(
 
       [bold]kvtier chat .cache/models/smollm2[/]
 
-      [bold]kvtier chat .cache/models/smollm2 --system "Answer in French." --temperature 0[/]
+      [bold]kvtier chat .cache/models/smollm2 --system "Answer in French."[/]
 
-      [bold]kvtier chat .cache/models/smollm2 --hbm 64MiB --nvme 10GiB[/]     warm again next time
+      [bold]kvtier chat .cache/models/smollm2 --nvme 1GiB[/]   # warm again next time
 
-      [bold]printf 'Name a river.\\nAnd a longer one?\\n' | kvtier chat .cache/models/smollm2[/]
+      [bold]printf 'Name a river.\\nA longer one?\\n' | kvtier chat .cache/models/smollm2[/]
     """
     with reported():
         params = sampling.params()

@@ -39,11 +39,13 @@ def generate(
 
     Examples:
 
-      [bold]kvtier generate .cache/models/smollm2 "The capital of France is" --max-tokens 8 --temperature 0[/]
+      [bold]kvtier generate .cache/models/smollm2 "The capital of France is" --seed 7[/]
 
-      [bold]kvtier generate .cache/models/smollm2 --chat "Name a river." "Name a lake." --json[/]
+      [bold]kvtier generate .cache/models/smollm2 --chat "A river?" "A lake?" --json[/]
 
-      [bold]kvtier generate .cache/models/smollm2 --nvme 10GiB < book.txt[/]     the second time from NVMe
+      [bold]kvtier generate .cache/models/smollm2 --nvme 1GiB < CHANGELOG.md[/]
+
+    The last one, a second time, has its prompt from NVMe.
     """
     with reported():
         params = sampling.params()

@@ -17,6 +17,8 @@ from kvtier.request import SamplingParams
 if TYPE_CHECKING:
     from kvtier.engine import RequestOptions
 
+OF_MODEL = "the model's"
+"""Default of what its generation_config.json may say."""
 ModelDirectory = Annotated[
     Path, typer.Argument(metavar="MODEL_DIR", help="Hugging Face model folder (config.json, *.safetensors, tokenizer).")
 ]
@@ -32,16 +34,57 @@ class SamplingOptions:
     """How tokens are chosen and when an answer ends."""
 
     max_tokens: Annotated[
-        int | None, option("Sampling", "--max-tokens", metavar="N", text="Longest answer in tokens.")
+        int | None,
+        option("Sampling", "--max-tokens", metavar="N", text="Longest answer, 1 or more.", default="1024"),
     ] = None
-    temperature: Annotated[float | None, option("Sampling", "--temperature", metavar="T", text="0 is greedy.")] = None
-    top_k: Annotated[int | None, option("Sampling", "--top-k", metavar="K", text="0: off.")] = None
-    top_p: Annotated[float | None, option("Sampling", "--top-p", metavar="P")] = None
-    min_p: Annotated[float | None, option("Sampling", "--min-p", metavar="P")] = None
+    temperature: Annotated[
+        float | None,
+        option(
+            "Sampling",
+            "--temperature",
+            metavar="T",
+            text="0 to 100; 0 is greedy.",
+            default=f"{OF_MODEL}, else 0; 1 with any of those below",
+        ),
+    ] = None
+    top_k: Annotated[
+        int | None,
+        option("Sampling", "--top-k", metavar="K", text="The K likeliest; 0: all.", default=f"{OF_MODEL}, else 0"),
+    ] = None
+    top_p: Annotated[
+        float | None,
+        option(
+            "Sampling",
+            "--top-p",
+            metavar="P",
+            text="Above 0, to 1: the likeliest that make up P.",
+            default=f"{OF_MODEL}, else 1",
+        ),
+    ] = None
+    min_p: Annotated[
+        float | None,
+        option(
+            "Sampling",
+            "--min-p",
+            metavar="P",
+            text="0 to 1: those of P times the likeliest or more.",
+            default=f"{OF_MODEL}, else 0",
+        ),
+    ] = None
     repetition_penalty: Annotated[
-        float | None, option("Sampling", "--repetition-penalty", metavar="X", text="1: off.")
+        float | None,
+        option(
+            "Sampling",
+            "--repetition-penalty",
+            metavar="X",
+            text="0.01 to 100; 1: off.",
+            default=f"{OF_MODEL}, else 1",
+        ),
     ] = None
-    seed: Annotated[int | None, option("Sampling", "--seed", metavar="N", text="Makes sampling repeatable.")] = None
+    seed: Annotated[
+        int | None,
+        option("Sampling", "--seed", metavar="N", text="0 or more: sampling is repeatable.", default="drawn"),
+    ] = None
     stop: Annotated[
         list[str] | None,
         option("Sampling", "--stop", metavar="TEXT", text="End the answer before this text. Repeatable."),

@@ -17,8 +17,8 @@ def smoke(
     url: Annotated[str, typer.Argument(metavar="URL", help="The server's gRPC address, HOST:PORT.")] = "localhost:8001",
     model: Annotated[str, typer.Option("--model", metavar="NAME", help="Name of the served model.")] = "smollm2",
     prompt: Annotated[str, typer.Option("--prompt", metavar="TEXT", help="What to ask.")] = "Say hello.",
-    max_tokens: Annotated[int, typer.Option("--max-tokens", metavar="N", min=1)] = 16,
-    timeout_s: Annotated[float, typer.Option("--timeout", metavar="SECONDS", min=0.1)] = 60.0,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", metavar="N", min=1, help="Longest answer.")] = 16,
+    timeout_s: Annotated[float, typer.Option("--timeout", metavar="SECONDS", min=0.1, help="For all of it.")] = 60.0,
 ) -> None:
     """Send one request to a running server. Status 0: it answers; 1: it does not, and the message says why.
 
@@ -26,7 +26,7 @@ def smoke(
 
       [bold]kvtier smoke[/]
 
-      [bold]kvtier smoke gpu7:8001 --model llama --prompt "Name a river." && echo works[/]
+      [bold]kvtier smoke gpu7:8001 --model llama --prompt "A river?" && echo works[/]
     """
     with reported(STATUS_FAILED):
         answer = ask(address_of(url), model, prompt, max_tokens, timeout_s)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
+import shlex
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import typer
 from tiny import make_checkpoint
 from typer.testing import CliRunner, Result
 
@@ -49,6 +54,41 @@ def test_help_teaches_every_command_with_examples(command: str) -> None:
     assert command in run("--help").stdout
     text = run(command, "--help").stdout
     assert "Examples:" in text and text.count(f"kvtier {command}") >= 2
+
+
+def commands(name: str, command: Any) -> Iterator[tuple[str, Any]]:
+    """Every command below one, by what is typed for it."""
+    below = getattr(command, "commands", {})
+    if not below:
+        yield name, command
+    for word, inner in below.items():
+        yield from commands(f"{name} {word}", inner)
+
+
+COMMANDS = dict(commands("kvtier", typer.main.get_command(app)))
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_examples_fit_80_columns_and_their_options_exist(name: str) -> None:
+    command = COMMANDS[name]
+    lines = [line for line in command.help.splitlines() if "[bold]" in line]
+    assert len(lines) >= 2
+    for line in lines:
+        shown = line.replace("[bold]", "").replace("[/]", "")
+        assert len(shown) <= 78 and name in shown
+    for example in re.findall(r"\[bold\](.*?)\[/\]", command.help, re.DOTALL):
+        lexer = shlex.shlex(example.replace("\\\n", " "), posix=True, punctuation_chars="|&<")
+        lexer.whitespace_split = True
+        words = list(lexer)
+        typed = itertools.takewhile(lambda word: word not in ("|", "&&", "<"), words[words.index("kvtier") :])
+        arguments = list(typed)[len(name.split()) :]
+        command.make_context(name, arguments)  # refuses what it does not know
+
+
+def test_every_option_says_what_it_is_for() -> None:
+    for name, command in COMMANDS.items():
+        for parameter in command.params:
+            assert getattr(parameter, "help", None), f"{name}: {parameter.name}"
 
 
 def test_generate_completes_several_prompts_as_json_lines(checkpoint: Path) -> None:

@@ -45,9 +45,9 @@ def clear(
 
     Examples:
 
-      [bold]kvtier shelf clear .cache/kv[/]     all but pinned blocks
+      [bold]kvtier shelf clear .cache/kv[/]   # all but pinned blocks
 
-      [bold]kvtier shelf clear .cache/kv --tenant acme --pinned[/]     everything of a tenant
+      [bold]kvtier shelf clear .cache/kv --tenant acme --pinned[/]   # all of a tenant
     """
     meant = work.of_tenant(tenant) if tenant else lambda _: True
     with opened_desk(path) as desk:
@@ -81,7 +81,7 @@ def warm(
 
     Examples:
 
-      [bold]kvtier shelf warm .cache/kv[/]     after a restart, before the first requests
+      [bold]kvtier shelf warm .cache/kv[/]   # after a restart, before requests come
 
       [bold]kvtier shelf warm .cache/kv --count 1000 --evict[/]
     """
@@ -113,7 +113,7 @@ def pin(
 
     Examples:
 
-      [bold]kvtier shelf pin .cache/kv 3fa1b2c4 90ce55[/]     by the first digits of `ls --blocks`
+      [bold]kvtier shelf pin .cache/kv 3fa1b2c4 90ce55[/]   # digits of `ls --blocks`
 
       [bold]kvtier shelf pin .cache/kv --tenant acme --tier nvme[/]
     """
@@ -161,7 +161,7 @@ def stop(
 
       [bold]kvtier shelf stop .cache/kv[/]
 
-      [bold]kvtier shelf stop .cache/kv --now[/]     a fresh keeper, after an upgrade
+      [bold]kvtier shelf stop .cache/kv --now[/]   # a fresh keeper, after an upgrade
     """
     with opened_desk(path, files_will_do=True) as desk:  # a keeper of another version understands this much
         pid, owners = desk.keeper_pid(), desk.overview().owners

@@ -42,7 +42,7 @@ def list_shelves(
 
       [bold]kvtier shelf ls .cache/kv[/]
 
-      [bold]kvtier shelf ls model_repository/smollm2[/]     the directory of that model
+      [bold]kvtier shelf ls model_repository/smollm2[/]   # the directory of that model
 
       [bold]kvtier shelf ls .cache/kv --blocks --tier nvme --json | head[/]
     """
@@ -100,7 +100,7 @@ def verify(
 
       [bold]kvtier shelf verify .cache/kv[/]
 
-      [bold]kvtier shelf verify .cache/kv --tier nvme --rate 200MiB --dry-run --json[/]
+      [bold]kvtier shelf verify .cache/kv --tier nvme --rate 200MiB --dry-run[/]
     """
     with opened_desk(path) as desk:
         chosen = work.choose(desk.overview(), layout, tier_name(tier))
