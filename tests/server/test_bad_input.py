@@ -40,7 +40,7 @@ CASES: dict[str, tuple[dict[str, object], list[str]]] = {
     ),
     "text longer than any context": (
         {"text_input": "x" * (TINY_CONTEXT * 13 + 1)},
-        ["text_input", str(TINY_CONTEXT * 13), str(TINY_CONTEXT * 13 + 1)],
+        ["text_input", f"{TINY_CONTEXT * 13:,} bytes", f"got {TINY_CONTEXT * 13 + 1:,}"],
     ),
     "two prompts in one request": ({"input_ids": np.full((2, 3), 5, np.int32)}, ["input_ids", "batch of 1", "2"]),
     "two lists of stops": (
