@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from kvtier.attention import AttentionBatch, make_backend
 from kvtier.block import KVLayout
+from kvtier.cli.paragraphs import Paragraphs
 from kvtier.tiers.hbm import HbmArena
 
 TOTAL_BYTES = 1 << 30
@@ -33,7 +34,7 @@ SEED = 7
 
 def main() -> int:
     """Print one line for each number of tokens in a block, and write the JSON file if one is asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Paragraphs)
     parser.add_argument("--context", type=int, default=8192, help="tokens of a sequence (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=1, help="sequences in a step (default: %(default)s)")
     parser.add_argument("--block-tokens", type=int, nargs="+", default=[16, 32, 64], help="default: 16 32 64")

@@ -33,6 +33,7 @@ from bench.streamer import DEPTH, SHARE, STAGING_BYTES, TENANT, Sizes, Streamer 
 from bench.workload import Settings, Workload  # noqa: E402
 
 from kvtier import KvtierError, machine  # noqa: E402
+from kvtier.cli.paragraphs import Paragraphs  # noqa: E402
 
 FIO_BYTES = 512 << 20
 LINES = ("decode", "prefill", "others")
@@ -96,9 +97,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The options of the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, epilog=EXAMPLES, formatter_class=Paragraphs)
     add = parser.add_argument
     add("--model", type=Path, default=ROOT / ".cache" / "models" / "smollm2", help="Hugging Face folder")
     add("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16", help="default: %(default)s")

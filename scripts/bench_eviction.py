@@ -26,6 +26,7 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from kvtier.cli.paragraphs import Paragraphs  # noqa: E402
 from kvtier.directory import Directory  # noqa: E402
 from kvtier.eviction import POLICIES  # noqa: E402
 from kvtier.record import Record  # noqa: E402
@@ -98,7 +99,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The options of the command line; exits with a message if they are wrong."""
-    parser = argparse.ArgumentParser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=DESCRIPTION, formatter_class=Paragraphs)
     add = parser.add_argument
     add("trace", type=Path, nargs="?", default=TRACE, help="default: %(default)s")
     add("--policies", type=_policies, default=list(POLICIES), metavar="NAME,NAME", help=f"of {', '.join(POLICIES)}")

@@ -33,6 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from kvtier import Engine, EngineConfig, KvtierError, SamplingParams  # noqa: E402
+from kvtier.cli.paragraphs import Paragraphs  # noqa: E402
 from kvtier.io.base import KernelCalls  # noqa: E402
 from kvtier.shelves import open_nvme_shelf  # noqa: E402
 
@@ -266,7 +267,7 @@ def report(results: list[Result], console: Console) -> None:
 
 def main() -> int:
     """Run, print, write."""
-    parser = argparse.ArgumentParser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=DESCRIPTION, formatter_class=Paragraphs)
     add = parser.add_argument
     add("--model", type=Path, default=ROOT / ".cache" / "models" / "smollm2", help="Hugging Face folder")
     add("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16", help="default: %(default)s")

@@ -23,6 +23,7 @@ from bench.io_report import Case, Round, plot, print_report, to_json  # noqa: E4
 from bench.nvme_tier import NvmeTier, busy_thread  # noqa: E402
 
 from kvtier.byte_text import parse_bytes  # noqa: E402
+from kvtier.cli.paragraphs import Paragraphs  # noqa: E402
 from kvtier.config import IoConfig  # noqa: E402
 from kvtier.errors import KvtierError  # noqa: E402
 
@@ -36,7 +37,7 @@ ENGINES = ("uring", "threads")
 
 def main() -> int:
     """Run, print, write."""
-    parser = argparse.ArgumentParser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=DESCRIPTION, formatter_class=Paragraphs)
     add = parser.add_argument
     add("--gib", type=float, default=8.0, help="data of each pass (default: %(default)s)")
     add("--rows", type=_row_bytes, nargs="+", default=[2 << 20, 384 << 10], help="default: 2MiB 384KiB")

@@ -25,6 +25,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from kvtier.attention import make_backend
+from kvtier.cli.paragraphs import Paragraphs
 from kvtier.models.ops import make_ops
 
 SHAPES = ((576, 960), (576, 3072), (1536, 576), (576, 49152))
@@ -34,7 +35,7 @@ TOTAL_BYTES = 60 << 20
 
 def main() -> int:
     """Print one line for each shape and number of rows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Paragraphs)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16, 32, 64], help="default: 1 8 16 32 64")
     parser.add_argument("--rounds", type=int, default=7, help="turns of each (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="default: %(default)s")

@@ -36,6 +36,7 @@ from bench.transformers_run import StaticDecode, load_model  # noqa: E402
 from bench.workload import Settings, Workload  # noqa: E402
 
 from kvtier import Engine, machine  # noqa: E402
+from kvtier.cli.paragraphs import Paragraphs  # noqa: E402
 
 LLAMA_CPP = "llama.cpp"
 CASES = ((1, 1024), (8, 1024), (1, 8192), (8, 8192))
@@ -98,9 +99,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The options of the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, epilog=EXAMPLES, formatter_class=Paragraphs)
     add = parser.add_argument
     add("--threads", type=int, default=os.cpu_count(), help="of every system (default: one per core)")
     add("--block-tokens", type=int, choices=[8, 16, 32, 64, 128], default=32, help="default: %(default)s")

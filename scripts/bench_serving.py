@@ -31,6 +31,7 @@ from bench.transformers_run import StaticDecode, load_model  # noqa: E402
 from bench.workload import Settings, Workload  # noqa: E402
 
 from kvtier import Engine, KvtierError, machine  # noqa: E402
+from kvtier.cli.paragraphs import Paragraphs  # noqa: E402
 
 READERS = 4
 """As io.readers of engine.yaml."""
@@ -89,9 +90,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The options of the command line; exits with a message if they are wrong."""
-    parser = argparse.ArgumentParser(
-        description=DESCRIPTION, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=DESCRIPTION, epilog=EXAMPLES, formatter_class=Paragraphs)
     add = parser.add_argument
     add("--model", type=Path, default=ROOT / ".cache" / "models" / "smollm2", help="Hugging Face folder")
     add("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16", help="default: %(default)s")

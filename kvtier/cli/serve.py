@@ -12,11 +12,22 @@ import sys
 import time
 from pathlib import Path
 
+from kvtier.cli.paragraphs import Paragraphs
 from kvtier.errors import KvtierError
 from kvtier.serving import Ports, ServerOptions, TritonServer, Watch
 from kvtier.serving.watch import BACKOFF_S, STEADY_S
 
-EPILOG = "Every other option goes to tritonserver, for example --model-config-name=vllm or --log-verbose=1."
+DESCRIPTION = """\
+Starts the Triton server on a model repository and watches it until SIGTERM or Ctrl-C: a model whose process dies or
+whose engine fails is loaded again, a server that crashes is started again."""
+EPILOG = """\
+Every other option goes to tritonserver, for example --model-config-name=vllm or --log-verbose=1.
+
+examples:
+  scripts/serve
+  scripts/serve --set tiers.hbm.bytes=4GiB --set tiers.nvme.bytes=100GiB
+  scripts/serve --http-port 9000 --grpc-port 9001 --metrics-port 9002
+"""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -57,16 +68,22 @@ def _run(server: TritonServer) -> int | None:
 
 def parse(arguments: list[str] | None) -> ServerOptions:
     """The options of the command line; exits with a message if they are wrong."""
-    parser = argparse.ArgumentParser(prog="scripts/serve", description=__doc__, epilog=EPILOG, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="scripts/serve", description=DESCRIPTION, epilog=EPILOG, formatter_class=Paragraphs, allow_abbrev=False
+    )
     parser.add_argument("--root", type=Path, default=Path(), help=argparse.SUPPRESS)
-    parser.add_argument("--model-repository", type=Path, help="folder of models (default: model_repository)")
-    parser.add_argument("--http-port", type=int, default=Ports().http)
-    parser.add_argument("--grpc-port", type=int, default=Ports().grpc)
-    parser.add_argument("--metrics-port", type=int, default=Ports().metrics)
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override an engine.yaml key")
+    parser.add_argument(
+        "--model-repository", type=Path, metavar="DIR", help="folder of models (default: model_repository)"
+    )
+    for option, port in (("http", Ports().http), ("grpc", Ports().grpc), ("metrics", Ports().metrics)):
+        parser.add_argument(f"--{option}-port", type=int, metavar="N", default=port, help="default: %(default)s")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of engine.yaml; repeatable"
+    )
     parser.add_argument(
         "--exit-timeout-secs",
         type=int,
+        metavar="N",
         default=ServerOptions().exit_timeout_s,
         help="how long a stop waits for answers in flight (default: %(default)s)",
     )

@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from kvtier.cli.paragraphs import Paragraphs
 from tests.soak.table import SCENARIOS
 
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
@@ -42,8 +43,8 @@ EPILOG = """\
 examples:
   scripts/soak                                   everything, short
   scripts/soak --list                            what there is
-  scripts/soak --only kills --seed 7             one scenario, the same victims as before
-  scripts/soak --full --json soak.json           everything, in full, with a report for machines
+  scripts/soak --only kills --seed 7             one scenario, the same victims
+  scripts/soak --full --json soak.json           everything, in full; a report
 
 exit status: 0 nothing was violated (what was skipped is listed with its reason), 1 something was, 2 wrong options,
 130 interrupted.
@@ -98,9 +99,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The options of the command line; exits with status 2 and a message if they are wrong."""
-    parser = argparse.ArgumentParser(
-        "scripts/soak", description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser("scripts/soak", description=DESCRIPTION, epilog=EPILOG, formatter_class=Paragraphs)
     add = parser.add_argument
     add("--full", action="store_true", help="the full counts: about an hour")
     add("--only", action="append", choices=sorted(SCENARIOS), metavar="NAME", help="this scenario; may be repeated")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -94,11 +95,12 @@ def test_the_report_has_the_documented_shape(tmp_path: Path) -> None:
     assert not any(name.startswith("nv_") for name in report["metrics"])
 
 
-def test_metrics_are_shown_without_buckets_and_strangers() -> None:
-    assert [line.split("{")[0] for line in quickstart.shown_metrics(PAGE)] == [
-        "kvtier_prompt_tokens_total",
-        "kvtier_ttft_seconds_count",
-    ]
+def test_metrics_are_shown_that_tell_of_tiers_and_are_not_zero() -> None:
+    zero = 'kvtier_prompt_tokens_total{model="smollm2",origin="dram"} 0\n'
+    shown, rest = quickstart.shown_metrics(PAGE + zero)
+    assert shown.startswith("kvtier_prompt_tokens_total{") and 'origin="nvme"' in shown
+    left_out = sum(line.startswith("kvtier_") for line in PAGE.splitlines())
+    assert rest == f"and {left_out} lines more, histograms among them"
 
 
 def test_the_table_fits_a_narrow_terminal() -> None:
@@ -210,3 +212,27 @@ def test_a_venv_is_left_alone_until_the_lock_or_the_native_sources_change(
     (root / "requirements.lock").write_text("two")
     assert installs() == 2
     assert installs() == 0
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["scripts/quickstart"],
+        ["scripts/test"],
+        ["scripts/prove_streaming"],
+        [sys.executable, "-m", "kvtier.cli.serve"],
+        [sys.executable, "-m", "tests.soak"],
+        [sys.executable, "scripts/fetch_model.py"],
+    ],
+    ids=lambda command: command[-1],
+)
+def test_the_help_of_scripts_fits_80_columns(command: list[str]) -> None:
+    done = subprocess.run(
+        [*command, "--help"],
+        cwd=ROOT,
+        env={**os.environ, "COLUMNS": "80"},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.startswith("usage: ") and max(map(len, done.stdout.splitlines())) <= 80
