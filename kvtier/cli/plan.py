@@ -210,26 +210,25 @@ def _show(
     layout = shape.layout
     total_bytes = layout.block_count(result.tokens) * layout.row_bytes
     console.print(
-        f"{result.tokens:,} tokens of KV in {layout.dtype}: [bold]{bytes_text(total_bytes)}[/] "
-        f"({bytes_text(layout.token_bytes)} a token, {bytes_text(layout.row_bytes)} a block of {layout.block_tokens}); "
-        f"weights {bytes_text(shape.weights_bytes)}"
+        f"{result.tokens:,} token{'' if result.tokens == 1 else 's'} of KV in {layout.dtype}: "
+        f"[bold]{bytes_text(total_bytes)}[/] ({bytes_text(layout.token_bytes)} a token, "
+        f"{bytes_text(layout.row_bytes)} a block of {layout.block_tokens}); weights {bytes_text(shape.weights_bytes)}"
     )
     console.print(_homes_table(layout.row_bytes, capacities, speeds, result))
     if result.lacking:
         console.print(
             f"[bold red]refused:[/] {needed_text(result.lacking * layout.row_bytes)} find no place; raise a tier's "
-            "bytes"
-            + ("" if capacities.working_set else "; HBM is too small for a streamed sequence")
+            + ("bytes" if capacities.working_set else "bytes (HBM is too small for a streamed sequence)")
             + ", or ask for a shorter context"
         )
     else:
         console.print(f"served: [bold]{result.served.value}[/]")
         console.print(
-            f"a decode step of it alone: at least [bold]{_time(result.step_s)}[/], {1 / result.step_s:,.1f} tokens/s "
-            f"at most (weights {bytes_text(shape.step_bytes)} and KV, once each; NVMe is read ahead meanwhile)"
+            f"a decode step of it alone: at least [bold]{shown_time(result.step_s)}[/], {1 / result.step_s:,.1f} "
+            f"tokens/s at most (weights {bytes_text(shape.step_bytes)} and KV, once each; NVMe is read ahead meanwhile)"
         )
-        loads = "".join(f", from {TIER_NAMES[tier.value]} {_time(s)}" for tier, s in result.load_s.items())
-        console.print(f"its first token: computed {_time(result.prefill_s)}{loads} (arithmetic or bytes alone)")
+        loads = "".join(f", from {TIER_NAMES[tier.value]} {shown_time(s)}" for tier, s in result.load_s.items())
+        console.print(f"its first token: computed {shown_time(result.prefill_s)}{loads} (arithmetic or bytes alone)")
     running = result.together[Tier.HBM]
     kept = ", ".join(f"{result.together[tier]:,} on {TIER_NAMES[tier.value]}" for tier in (Tier.DRAM, Tier.NVME))
     console.print(f"such contexts at once: {running:,} resident in HBM; kept for later: {kept}")
@@ -254,10 +253,16 @@ def _homes_table(row_bytes: int, capacities: Capacities, speeds: Speeds, result:
             bytes_text(here * row_bytes) if here else "-",
             bytes_text(read) if read else "-",
             f"{speed / 1e9:,.1f} GB/s" if read else "",
-            _time(read / speed) if read else "",
+            shown_time(read / speed) if read else "",
         )
     return table
 
 
-def _time(seconds: float) -> str:
-    return f"{seconds * 1e3:,.1f} ms" if seconds < 1 else f"{seconds:,.1f} s"
+def shown_time(seconds: float) -> str:
+    """Seconds in the unit that people read."""
+    if seconds < 1:
+        return f"{seconds * 1e3:,.1f} ms"
+    for limit_s, unit_s, unit in ((120, 1, "s"), (7200, 60, "min"), (48 * 3600, 3600, "h")):
+        if seconds < limit_s:
+            return f"{seconds / unit_s:,.1f} {unit}"
+    return f"{seconds / 86400:,.1f} days"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 
 from kvtier.block import KVLayout, Tier
 from kvtier.cli.main import app
+from kvtier.cli.plan import shown_time
 from kvtier.models.config import ModelConfig
 from kvtier.models.ops import make_ops
 from kvtier.planning import Capacities, Served, Shape, Speeds, longest, plan, shape_of
@@ -149,3 +151,18 @@ def test_wrong_options_are_named_with_limit_and_value(tmp_path: Path, arguments:
     folder = make_checkpoint(tmp_path / "model")
     status, _, errors = run(folder, *SPEED_OPTIONS, *arguments)
     assert status == 2 and complaint in " ".join(errors.split())
+
+
+def test_a_prefill_of_hours_is_told_in_hours(tmp_path: Path) -> None:
+    arguments = ["plan", str(make_checkpoint(tmp_path / "model")), "--context", "1", "--memory-speed", "1GB"]
+    for flops, shown in ((1, r"computed [\d.,]+ (h|days)"), (1e4, r"computed [\d.]+ (s|min)"), (1e12, r"[\d.]+ ms")):
+        result = CliRunner().invoke(app, [*arguments, "--flops", str(flops)])
+        assert re.search(shown, result.stdout) and result.stdout.startswith("1 token of KV"), result.output
+    assert [shown_time(seconds) for seconds in (0.5, 119, 121, 7201, 133_943, 86400 * 3)] == [
+        "500.0 ms",
+        "119.0 s",
+        "2.0 min",
+        "2.0 h",
+        "37.2 h",
+        "3.0 days",
+    ]
