@@ -102,7 +102,7 @@ def test_report_and_output_tell_the_same(kept: Kept) -> None:
     [from_nvme] = [value for labels, value in counted if 'origin="nvme"' in labels]
     assert from_nvme == sum(run["origin"]["nvme"] for run in runs)
     assert kept.output.count(runs[0]["text"].strip()) == 4
-    assert "kvtier_engine_up" in kept.output
+    assert f'kvtier_prompt_tokens_total{{model="smollm2",origin="nvme"}} {from_nvme:g}\n' in kept.output
 
 
 def test_the_kept_server_answers_kvtier_smoke(kept: Kept) -> None:
