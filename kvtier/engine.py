@@ -1,7 +1,8 @@
 """The engine's Python API: submit, stream, generate, evict, stats, close.
 
 Owns the assembling and the closing of the parts; the work is done by the step loop on its own thread. Every method may
-be called from any thread. The Triton server's model.py, the command line and programs all come in here.
+be called from any thread, but not in a forked child: there all but `close` raise Unavailable. The Triton server's
+model.py, the command line and programs all come in here.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from kvtier.intake import Intake
 from kvtier.loop import DRAIN_S, EngineLoop
 from kvtier.metrics import DEMOTIONS, LOAD_DECISIONS, PROMOTIONS, SHELVES, Metrics
 from kvtier.outbox import Outbox, Sink
+from kvtier.own_process import OwnProcess
 from kvtier.request import Completion, Request, SamplingParams, TokenEvent
 from kvtier.runner import Runner
 from kvtier.scheduler import Scheduler, SchedulerLimits
@@ -92,6 +94,7 @@ class Engine:
 
         Raises InvalidRequest (the request can never run here) or Unavailable (queue full, closing, failed) at once.
         """
+        self._loop.process.refuse_elsewhere()
         live_max = self.config.scheduler.queue_max + self.config.scheduler.sequences_max
         try:
             self._loop.refuse_if_down()
@@ -111,7 +114,7 @@ class Engine:
         """
         events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
         handle = self.submit(Request(prompt, params or SamplingParams(), **options), events.put)
-        return EventStream(handle, events)
+        return EventStream(handle, events, self._loop.process)
 
     def generate(
         self,
@@ -146,6 +149,7 @@ class Engine:
 
     def stats(self) -> dict[str, int]:
         """Plain numbers of the moment: queues, blocks and bytes by tier, transfers, evictions, failures."""
+        self._loop.process.refuse_elsewhere()
         metrics = self.metrics
         promoted = {f"promoted_{s}_{t}": int(metrics.promoted_blocks.value(s, t)) for s, t in PROMOTIONS}
         demoted = {f"demoted_{s}_{t}": int(metrics.demoted_blocks.value(s, t)) for s, t in DEMOTIONS}
@@ -166,9 +170,10 @@ class Engine:
         """Cancel what runs, deliver final events, write down what waits to be, close the shelves; may be repeated.
 
         All of that within `deadline_s`: a thread that hangs is left behind with its memory, and NVMe then comes back
-        as after a kill. What is not written by half of the time that is left for it stays cold.
+        as after a kill. What is not written by half of the time that is left for it stays cold. In a forked child it
+        does nothing: all is the parent's.
         """
-        if self._closed:
+        if self._closed or not self._loop.process.is_here:
             return
         self._closed = True
         end = time.monotonic() + deadline_s
@@ -191,14 +196,16 @@ class Engine:
 class EventStream(Iterator[TokenEvent]):
     """Iterator over the events of one request."""
 
-    def __init__(self, handle: RequestHandle, events: queue.SimpleQueue[TokenEvent]) -> None:
+    def __init__(self, handle: RequestHandle, events: queue.SimpleQueue[TokenEvent], process: OwnProcess) -> None:
         self._handle = handle
         self._events = events
+        self._process = process
         self._finished = False
 
     def __next__(self) -> TokenEvent:
         if self._finished:
             raise StopIteration
+        self._process.refuse_elsewhere()
         event = self._events.get()
         self._finished = event.finish_reason is not None
         if event.error is not None:

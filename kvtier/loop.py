@@ -20,6 +20,7 @@ from kvtier.errors import Unavailable
 from kvtier.metrics import Metrics
 from kvtier.models.decoder import NonFiniteError
 from kvtier.outbox import Outbox
+from kvtier.own_process import OwnProcess
 from kvtier.request import FinishReason, TokenEvent
 from kvtier.runner import Runner
 from kvtier.scheduler import Scheduler
@@ -68,6 +69,8 @@ class EngineLoop:
         self._bell = bell
         self._metrics = metrics
         self._turns = turns
+        self.process = OwnProcess()
+        """Where the engine thread is."""
         self._lock = threading.Lock()
         self._inbox: deque[Sequence] = deque()
         self._cancels: deque[int] = deque()
@@ -88,7 +91,7 @@ class EngineLoop:
     @property
     def healthy(self) -> bool:
         """Requests are taken."""
-        return not (self._failed or self._closing)
+        return self.process.is_here and not (self._failed or self._closing)
 
     @property
     def failed(self) -> bool:
@@ -97,6 +100,7 @@ class EngineLoop:
 
     def refuse_if_down(self) -> None:
         """Raise Unavailable if requests are not taken."""
+        self.process.refuse_elsewhere()
         if self._failed:
             raise Unavailable("the engine has failed and waits to be reloaded")
         if self._closing:
@@ -115,12 +119,15 @@ class EngineLoop:
         self._bell.ring()
 
     def cancel(self, number: int) -> None:
-        """End a request after the pass in flight; unknown or finished ones are passed over."""
+        """End a request after the pass in flight; unknown or finished ones are passed over, in a forked child all."""
+        if not self.process.is_here:
+            return
         self._cancels.append(number)
         self._bell.ring()
 
     def drain(self, tier: Tier) -> Drain:
-        """Ask for everything that nobody holds in `tier` to be pushed one tier down."""
+        """Ask for everything that nobody holds in `tier` to be pushed one tier down. Raises Unavailable if down."""
+        self.process.refuse_elsewhere()
         drain = Drain(tier, time.monotonic() + DRAIN_S)
         with self._lock:
             self.refuse_if_down()

@@ -98,6 +98,7 @@ FLOORS = {
         "capacity",
         "session",
         "loop",
+        "own_process",
         "bell",
         "turns",
         "allowance",
