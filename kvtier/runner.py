@@ -1,7 +1,8 @@
 """The runner: one pass from scheduled sequences to sampled tokens, at once or a few layers at a time.
 
-Owns the decoder and the sampler; turns a plan into tensors, runs the forward pass and samples. Knows neither tiers nor
-the scheduler: it reads sequences and addresses only. Called by the engine, on the engine thread.
+Owns the decoder and the sampler; turns a plan into tensors, runs the forward pass and samples. On a device that works
+on its own time, passes that only decode are replayed. Knows neither tiers nor the scheduler: it reads sequences and
+addresses only. Called on the engine thread.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 
 from kvtier.batch import PassBatch, build_batch
 from kvtier.device.base import Device
+from kvtier.device.decode_graph import DecodePasses
 from kvtier.device.host import HostDevice
 from kvtier.models.decoder import Decoder, Hidden, NonFiniteError
 from kvtier.sampler import Sampler, SampleRow
@@ -40,10 +42,18 @@ class RestingPass:
 class Runner:
     """Decoder and sampler behind a few calls."""
 
-    def __init__(self, decoder: Decoder, row_of: Callable[[Sequence], SampleRow], device: Device | None = None) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        row_of: Callable[[Sequence], SampleRow],
+        device: Device | None = None,
+    ) -> None:
         """`row_of` gives what the sampler needs to know of a sequence. The decoder is `device`'s; None: the CPU's."""
         self._device = device if device is not None else HostDevice()
         self._decoder = decoder
+        launcher = self._device.launcher
+        self.decodes = DecodePasses(decoder, self._device.place, launcher) if launcher is not None else None
+        """Passes that are replayed, if they can be."""
         self._sampler = Sampler()
         self._row_of = row_of
 
@@ -56,14 +66,16 @@ class Runner:
         return self._sample(parts, self.logits(parts))
 
     def logits(self, parts: Parts[ScheduledSequence]) -> torch.Tensor:
-        """The forward pass alone: fp32 [row, vocab] for the parts that sample."""
-        batch = self._build(parts)
+        """The forward pass alone: fp32 [row, vocab] for the parts that sample; valid until the next pass but one."""
+        if self.decodes is not None and all(part.count == 1 and part.samples for part in parts):
+            return self.decodes.logits(self._build(parts))
+        batch = self._build(parts).to(self._device.place)
         return self._decoder.forward(batch.token_ids, batch.positions, batch.attention, batch.logits_rows)
 
     @torch.inference_mode()
     def begin(self, part: ScheduledSequence) -> RestingPass:
         """Begin a pass over one part; it rests before the first layer. Its rows must not move until it has ended."""
-        batch = self._build([part])
+        batch = self._build([part]).to(self._device.place)
         return RestingPass(part, batch, self._decoder.begin(batch.token_ids, batch.positions))
 
     @torch.inference_mode()
@@ -91,7 +103,7 @@ class Runner:
 
     def _build(self, parts: Parts[ScheduledSequence]) -> PassBatch:
         self._device.enter()
-        return build_batch(parts, self._decoder.layout.block_tokens).to(self._device.place)
+        return build_batch(parts, self._decoder.layout.block_tokens)
 
     def _sample(self, parts: Parts[ScheduledSequence], logits: torch.Tensor) -> list[int]:
         sampling = [part.sequence for part in parts if part.samples]

@@ -1,17 +1,27 @@
-"""An arena whose rows are reached by copies that come late: bytes move polls after a copy was started, in any order.
+"""A device that takes its time, on the CPU: rows are reached by copies that come late, passes done when it likes.
 
-Until then its target holds 0xFF (NaN), so whoever uses a row or a landing place too early is seen by its bytes; and
-whoever lets go of a source too early has others' bytes copied. The rows themselves lie in an `HbmArena`.
+Bytes of a row move polls after a copy was started, in any order. Until then its target holds 0xFF (NaN), so whoever
+uses a row or a landing place too early is seen by its bytes; and whoever lets go of a source too early has others'
+bytes copied. The rows themselves lie in an `HbmArena`. What a launcher is given is done in its order, but as late as
+somebody waits for it, or earlier by chance: so a wait that is missing is seen by bytes as well.
 """
 
 from __future__ import annotations
 
 import mmap
 import random
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
+import torch
+
+from kvtier.attention import AttentionBackend, AttentionBatch
 from kvtier.block import DeviceRow, KVLayout
+from kvtier.device.copies import Fence
 from kvtier.device.host import HostDevice
+from kvtier.device.launcher import Work
+from kvtier.models.ops import Ops
 from kvtier.tiers.hbm import HbmArena, HostWindow
 
 
@@ -62,13 +72,131 @@ class LateFerry:
         return self.memory[place * row_bytes : (place + 1) * row_bytes]
 
 
+class LateQueue:
+    """Work in its order, done up to a number when somebody waits for that."""
+
+    def __init__(self) -> None:
+        self.given = self.done = 0
+        self.busy = False
+        self._works: deque[Work] = deque()
+
+    def give(self, work: Work) -> int:
+        self._works.append(work)
+        self.given += 1
+        return self.given
+
+    def run_to(self, number: int) -> None:
+        while self.done < number and not self.busy:
+            self.busy = True
+            self._works.popleft()()
+            self.busy = False
+            self.done += 1
+
+
+@dataclass(frozen=True)
+class LateFence:
+    queue: LateQueue
+    number: int
+
+    def query(self) -> bool:
+        return self.queue.done >= self.number
+
+    def synchronize(self) -> None:
+        self.queue.run_to(self.number)
+        assert self.query(), "work waits for what comes after it"
+
+
+class LateLauncher:
+    """`Launcher` and its `Lane`: two queues."""
+
+    def __init__(self, seed: int) -> None:
+        self.passes, self.beside = LateQueue(), LateQueue()
+        self.late_count = 0
+        """Work that was not done yet when the next was given."""
+        self.recorded_count = self.replayed_count = 0
+        self._chance = random.Random(f"launcher {seed}")
+
+    @property
+    def lane(self) -> LateLauncher:
+        return self
+
+    def here(self) -> LateFence:
+        return LateFence(self.passes, self.passes.given)
+
+    def run(self, work: Work, after: Fence | None) -> LateFence:
+        def begin() -> None:
+            if after is not None:
+                after.synchronize()
+            work()
+
+        fence = LateFence(self.beside, self.beside.give(begin))
+        self._stir()
+        return fence
+
+    def join(self, fence: Fence) -> None:
+        self.passes.give(fence.synchronize)
+
+    def record(self, work: Work) -> Work:
+        self.recorded_count += 1
+        self.give(work)
+
+        def replay() -> None:
+            self.replayed_count += 1
+            self.give(work)
+
+        return replay
+
+    def give(self, work: Work) -> None:
+        """To the current stream."""
+        self.passes.give(work)
+        self._stir()
+
+    def catch_up(self) -> None:
+        """Whatever the current stream is given now comes behind all that it has been given before."""
+        self.passes.run_to(self.passes.given)
+
+    def _stir(self) -> None:
+        """By chance one of the queues gets on."""
+        self.late_count += self.passes.given - self.passes.done + self.beside.given - self.beside.done
+        queue = self._chance.choice([self.passes, self.beside, None])
+        if queue is not None and queue.done < queue.given:
+            queue.run_to(queue.done + 1)
+
+
+class LateAttention:
+    """Attention that is given to the current stream: on the CPU it comes at once, so all before it has to."""
+
+    def __init__(self, inner: AttentionBackend, launcher: LateLauncher) -> None:
+        self.name = inner.name
+        self._inner = inner
+        self._launcher = launcher
+
+    def append(self, k: torch.Tensor, v: torch.Tensor, batch: AttentionBatch, layout: KVLayout, layer: int) -> None:
+        self._launcher.catch_up()
+        self._inner.append(k, v, batch, layout, layer)
+
+    def attend(
+        self, q: torch.Tensor, batch: AttentionBatch, layout: KVLayout, layer: int, scale: float, window: int | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self._launcher.catch_up()
+        return self._inner.attend(q, batch, layout, layer, scale, window)
+
+
 class LateDevice(HostDevice):
-    """The CPU with such an arena as its HBM."""
+    """The CPU with such an arena as its HBM, and such a launcher."""
 
     lands_rows = True
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
+        self.launcher = LateLauncher(seed)
+
+    def kernels(self, attention: str, threads: int, head_dim: int) -> tuple[AttentionBackend, Ops]:
+        backend, ops = super().kernels(attention, threads, head_dim)
+        return LateAttention(backend, self.launcher), ops
+
+    def finish(self) -> None:
+        self.launcher.catch_up()
 
     def arena(self, layout: KVLayout, slot_count: int, landing_count: int, wake: Callable[[], None]) -> LateArena:
         self.made = LateArena(HbmArena(layout, slot_count), self.seed, landing_count, wake)

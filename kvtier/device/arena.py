@@ -9,11 +9,10 @@ from collections.abc import Callable
 
 import torch
 
-from kvtier.block import ALIGNMENT, DeviceRow, KVLayout
-from kvtier.byte_text import needed_text
+from kvtier.block import DeviceRow, KVLayout
 from kvtier.device.ferry import DeviceFerry
 from kvtier.device.mapped import MappedHost, cuda_runtime
-from kvtier.errors import ConfigError
+from kvtier.device.memory import aligned_bytes
 from kvtier.tiers.arena import Window
 from kvtier.tiers.hbm import HostWindow
 
@@ -41,16 +40,7 @@ class DeviceArena:
         self._wake = wake
         self.slot_count = slot_count
         self.bytes_total = slot_count * layout.row_bytes
-        try:
-            with torch.inference_mode(False):  # copies are made outside it
-                memory = torch.empty(self.bytes_total + ALIGNMENT, dtype=torch.uint8, device=device)
-        except RuntimeError as error:
-            reason = str(error).splitlines()[0]
-            raise ConfigError(
-                f"{key}: {needed_text(self.bytes_total)} of memory of {device} refused ({reason})"
-            ) from None
-        skipped = -memory.data_ptr() % ALIGNMENT
-        self._rows = memory[skipped : skipped + self.bytes_total].view(slot_count, layout.row_bytes)
+        self._rows = aligned_bytes(self.bytes_total, device, key).view(slot_count, layout.row_bytes)
 
     def address(self, slot: int) -> int:
         """The device's address of a slot's row; valid while the arena lives."""

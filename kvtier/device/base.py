@@ -13,6 +13,7 @@ import torch
 
 from kvtier.attention import AttentionBackend
 from kvtier.block import KVLayout
+from kvtier.device.launcher import Launcher
 from kvtier.models.ops import Ops
 from kvtier.tiers.arena import Arena
 
@@ -27,6 +28,10 @@ class Device(Protocol):
     @property
     def lands_rows(self) -> bool:
         """Rows of its HBM are reached by way of landing places in host memory, which come out of DRAM's bytes."""
+
+    @property
+    def launcher(self) -> Launcher | None:
+        """What it can do for passes on its own time; None: it has done what it is given when the call returns."""
 
     def free_bytes(self) -> int:
         """Of the memory that HBM is taken from."""

@@ -1,11 +1,12 @@
-"""Copies of rows between host and device that nobody waits for: started, then polled for what has ended.
+"""Work of a device beside its passes, and copies of rows that nobody waits for: started, then polled for their end.
 
-On a CUDA device they run on a stream of their own, and an event behind each batch tells that it has ended; on the CPU
-a copy has ended when it was started. Knows bytes only. Used from one thread.
+On a CUDA device a lane is a stream of its own, and an event behind each piece of work tells that it has ended; on the
+CPU work has ended when it was started. Knows bytes only. Used from one thread.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from typing import Protocol
 import torch
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-"""(target, source): uint8 of one length."""
+"""(target, source): of one dtype and length."""
 
 
 class Fence(Protocol):
@@ -28,13 +29,13 @@ class Fence(Protocol):
 
 
 class Lane(Protocol):
-    """Where copies run, in the order in which they are started."""
+    """Where work runs beside that of the current stream, in the order in which it is started."""
 
     def here(self) -> Fence:
         """The fence behind everything that the current stream has been given so far."""
 
-    def copy(self, pairs: Sequence[Pair], after: Fence | None) -> Fence:
-        """Start copies once `after` is passed; returns the fence behind them. The caller goes on."""
+    def run(self, work: Callable[[], None], after: Fence | None) -> Fence:
+        """Give it work, to begin once `after` is passed; returns the fence behind it. This thread goes on."""
 
     def join(self, fence: Fence) -> None:
         """Let the current stream's next work wait for the fence; this thread goes on."""
@@ -56,10 +57,9 @@ class HostLane:
     def here(self) -> Fence:
         return _Passed()
 
-    def copy(self, pairs: Sequence[Pair], after: Fence | None) -> Fence:
+    def run(self, work: Callable[[], None], after: Fence | None) -> Fence:
         assert after is None or after.query()
-        for target, source in pairs:
-            target.copy_(source)
+        work()
         return _Passed()
 
     def join(self, fence: Fence) -> None:
@@ -67,7 +67,7 @@ class HostLane:
 
 
 class CudaLane:
-    """`Lane` on a stream of its own. Host memory must be pinned, or each copy waits for itself."""
+    """`Lane` on a stream of its own. Host memory that is copied must be pinned, or each copy waits for itself."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -77,14 +77,13 @@ class CudaLane:
         event.record(torch.cuda.current_stream(self._stream.device))
         return event
 
-    def copy(self, pairs: Sequence[Pair], after: Fence | None) -> Fence:
+    def run(self, work: Callable[[], None], after: Fence | None) -> Fence:
         if after is not None:
             assert isinstance(after, torch.cuda.Event)
             self._stream.wait_event(after)
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._stream):
-            for target, source in pairs:
-                target.copy_(source, non_blocking=True)
+            work()
             event.record(self._stream)
         return event
 
@@ -94,8 +93,14 @@ class CudaLane:
 
 
 def make_lane(device: torch.device) -> Lane:
-    """The lane for copies to and from `device`."""
+    """A lane of `device`."""
     return CudaLane(device) if device.type == "cuda" else HostLane()
+
+
+def copy_all(pairs: Sequence[Pair]) -> None:
+    """On the current stream."""
+    for target, source in pairs:
+        target.copy_(source, non_blocking=True)
 
 
 class Copies:
@@ -120,7 +125,7 @@ class Copies:
         assert self.room > 0
         assert all(target.nbytes == source.nbytes for target, source in pairs)
         ticket = next(self._numbers)
-        fence = self._lane.copy(pairs, self._lane.here())
+        fence = self._lane.run(functools.partial(copy_all, pairs), self._lane.here())
         self._flights.append((ticket, fence))
         if self._watch is not None:
             self._watch(fence)

@@ -13,6 +13,7 @@ import torch
 from kvtier.attention import AttentionBackend, make_backend
 from kvtier.block import KVLayout
 from kvtier.device.arena import DeviceArena
+from kvtier.device.launcher import CudaLauncher, Launcher
 from kvtier.device.ops import DeviceOps
 from kvtier.errors import ConfigError
 from kvtier.models.ops import Ops
@@ -28,6 +29,7 @@ class CudaDevice:
 
     def __init__(self, place: torch.device) -> None:
         self.place = place
+        self.launcher: Launcher | None = CudaLauncher(place)
         self._is_cuda = place.type == "cuda"
 
     @classmethod

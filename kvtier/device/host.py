@@ -8,6 +8,7 @@ import torch
 
 from kvtier.attention import AttentionBackend, make_backend
 from kvtier.block import KVLayout
+from kvtier.device.launcher import Launcher
 from kvtier.models.ops import Ops, make_ops
 from kvtier.tiers.hbm import HbmArena
 from kvtier.tiers.memory import free_memory_bytes
@@ -18,6 +19,7 @@ class HostDevice:
 
     place = torch.device("cpu")
     lands_rows = False
+    launcher: Launcher | None = None
 
     def free_bytes(self) -> int:
         """See `Device`: it is DRAM, too."""

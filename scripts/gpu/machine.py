@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from kvtier.attention.triton_kernel import TritonKernelAttention
+from kvtier.device.launcher import CudaLauncher
 from kvtier.device.mapped import MappedHost, cuda_runtime
 
 
@@ -20,6 +21,10 @@ class Machine:
     device: torch.device
     name: str
     backend: TritonKernelAttention = field(default_factory=TritonKernelAttention)
+    launcher: CudaLauncher = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.launcher = CudaLauncher(self.device)
 
     @classmethod
     def cuda(cls) -> Machine:

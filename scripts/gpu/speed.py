@@ -13,6 +13,7 @@ import torch
 
 from gpu.machine import HostMemory, Machine
 from kvtier.attention import AttentionBatch
+from kvtier.batch import PassBatch
 from kvtier.block import KVLayout
 from kvtier.device.arena import DeviceArena
 from kvtier.device.copies import Copies, make_lane
@@ -42,17 +43,19 @@ class Geometry(NamedTuple):
     """Tokens of it when it is read over PCIe or from NVMe, where a step takes so much longer."""
     group_layers: int
     """Layers that are read from NVMe at once."""
+    chunk: int
+    """Tokens of a prefill pass."""
     copy_bytes: int
 
     @classmethod
     def llama(cls, context: int) -> Geometry:
         """Llama 3.1 8B in bf16: 128 KiB a token."""
-        return cls(KVLayout(32, 8, 128, 32, "bfloat16"), 32, context, min(context, 8192), 4, 1 << 30)
+        return cls(KVLayout(32, 8, 128, 32, "bfloat16"), 32, context, min(context, 8192), 4, 256, 1 << 30)
 
     @classmethod
     def tiny(cls) -> Geometry:
         """For the interpreter."""
-        return cls(KVLayout(2, 1, 32, 16, "float32"), 2, 40, 40, 1, 1 << 20)
+        return cls(KVLayout(2, 1, 32, 16, "float32"), 2, 40, 40, 1, 2, 1 << 20)
 
     @property
     def says(self) -> str:
@@ -97,14 +100,15 @@ def _copies(machine: Machine, byte_count: int) -> tuple[float, float, float]:
     return speeds
 
 
-def _step(machine: Machine, geometry: Geometry, batch: AttentionBatch, layers: Iterable[int]) -> None:
-    """Append and attend of some layers of a decode pass; every layer has the same q, k and v."""
-    layout, dtype = geometry.layout, getattr(torch, geometry.layout.dtype)
-    q = torch.full((1, geometry.heads, layout.head_dim), 0.1, dtype=dtype, device=machine.device)
-    k = torch.full((1, layout.kv_heads, layout.head_dim), 0.1, dtype=dtype, device=machine.device)
+def step(machine: Machine, geometry: Geometry, batch: AttentionBatch, layers: Iterable[int]) -> torch.Tensor:
+    """Append and attend of some layers of a pass, each with the same q, k and v; returns the last one's output."""
+    layout, dtype, tokens = geometry.layout, getattr(torch, geometry.layout.dtype), len(batch.append_rows)
+    out = q = torch.full((tokens, geometry.heads, layout.head_dim), 0.1, dtype=dtype, device=machine.device)
+    k = torch.full((tokens, layout.kv_heads, layout.head_dim), 0.1, dtype=dtype, device=machine.device)
     for layer in layers:
         machine.backend.append(k, k, batch, layout, layer)
-        machine.backend.attend(q, batch, layout, layer, layout.head_dim**-0.5, None)
+        out, _ = machine.backend.attend(q, batch, layout, layer, layout.head_dim**-0.5, None)
+    return out
 
 
 def _batch(addresses: list[int], context: int, layout: KVLayout) -> AttentionBatch:
@@ -122,13 +126,15 @@ def _graph_gb_s(machine: Machine, geometry: Geometry, addresses: list[int], spar
     """Decode passes over rows at `addresses`, in a graph."""
     layout = geometry.layout
 
-    def work(batch: AttentionBatch) -> None:
-        _step(machine, geometry, batch, range(layout.layers))
+    def work(batch: PassBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        out = step(machine, geometry, batch.attention, range(layout.layers))
+        return out, out
 
-    graph = DecodeGraph(work, 1, len(addresses), spare, machine.device)
-    batch = _batch(addresses, context, layout)
-    graph.run(batch)  # each of the two sides is recorded once
-    seconds = machine.seconds(lambda: graph.run(batch), 5)
+    graph = DecodeGraph(work, 1, len(addresses), spare, machine.device, machine.launcher)
+    zero = torch.zeros(1, dtype=torch.int64)
+    batch = PassBatch(zero, zero, zero, _batch(addresses, context, layout))
+    graph.start(batch)  # each of the two sides is recorded once
+    seconds = machine.seconds(lambda: graph.start(batch), 5)
     return context * layout.token_bytes / seconds / 1e9
 
 
@@ -256,5 +262,4 @@ def _attend_group(
     begin = target.data_ptr() - first * layout.slice_bytes
     piece = geometry.group_layers * layout.slice_bytes
     batch = _batch([begin + block * piece for block in range(blocks)], geometry.streamed_context, layout)
-    moved = AttentionBatch(*(getattr(batch, name).to(machine.device) for name in AttentionBatch.__slots__))
-    _step(machine, geometry, moved, range(first, first + geometry.group_layers))
+    step(machine, geometry, batch.to(machine.device), range(first, first + geometry.group_layers))

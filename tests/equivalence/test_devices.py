@@ -1,7 +1,8 @@
 """Engines whose HBM is a device's give the same bits as one whose HBM the shelves reach themselves.
 
-First with copies that come late and in any order, then a rehearsal of the CUDA device on the CPU: the Triton-language
-programs in their interpreter, rows by way of landing places, DRAM and NVMe rows attended in place. No GPU is needed.
+First with copies that come late and in any order, and decode passes that are replayed late, then a rehearsal of the
+CUDA device on the CPU: the Triton-language programs in their interpreter, rows by way of landing places, DRAM and NVMe
+rows attended in place. No GPU is needed.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ def test_copies_that_come_late_change_no_bits(seed: int, checkpoint: Path, tmp_p
     found = run_workload(small, rounds, device)
     assert_equal(reference, found)
     assert device.made.late_count > 20, "no copy was late"
+    assert device.launcher.late_count > 20 and device.launcher.replayed_count > 20
     assert min(found.stats["streamed_dram_bytes"], found.stats["streamed_nvme_bytes"]) > 0
     assert found.origin["dram"] + found.origin["nvme"] > 0
 

@@ -8,17 +8,14 @@ import threading
 import pytest
 import torch
 from late import LateArena
-from test_attention import Chat, batch_of, scale_of
 
-from kvtier.attention import AttentionBatch
-from kvtier.attention.reference import ReferenceAttention
 from kvtier.block import DeviceRow, KVLayout
 from kvtier.config import IoConfig
 from kvtier.device import make_device
 from kvtier.device.arena import DeviceArena
-from kvtier.device.copies import Copies, Fence, HostLane, Pair, make_lane
+from kvtier.device.copies import Copies, Fence, HostLane, make_lane
 from kvtier.device.cuda import CudaDevice
-from kvtier.device.decode_graph import DecodeGraph
+from kvtier.device.launcher import Work
 from kvtier.device.mapped import MappedHost, MappingError, cuda_runtime
 from kvtier.device.ops import DeviceOps
 from kvtier.errors import ConfigError
@@ -32,19 +29,18 @@ LAYOUT = KVLayout(2, 1, 32, 16, "float32")
 
 
 class LateFence:
-    """A fence that is passed when a test says so; only then are its bytes there, as with a real device."""
+    """A fence that is passed when a test says so; only then is its work done, as with a real device."""
 
-    def __init__(self, pairs: list[Pair]) -> None:
-        self._pairs = pairs
+    def __init__(self, work: Work) -> None:
+        self._works = [work]
         self.waited = False
 
     def pass_by(self) -> None:
-        while self._pairs:
-            target, source = self._pairs.pop()
-            target.copy_(source)
+        while self._works:
+            self._works.pop()()
 
     def query(self) -> bool:
-        return not self._pairs
+        return not self._works
 
     def synchronize(self) -> None:
         self.waited = True
@@ -55,9 +51,9 @@ class LateLane(HostLane):
     def __init__(self) -> None:
         self.fences: list[LateFence] = []
 
-    def copy(self, pairs: list[Pair], after: Fence | None) -> Fence:  # type: ignore[override]
+    def run(self, work: Work, after: Fence | None) -> Fence:
         assert after is not None and after.query()
-        self.fences.append(LateFence(list(pairs)))
+        self.fences.append(LateFence(work))
         return self.fences[-1]
 
 
@@ -119,43 +115,6 @@ def test_copies_on_the_cpu_go_both_ways_at_once() -> None:
     up, down = torch.full((LAYOUT.row_bytes,), 7, dtype=torch.uint8), torch.zeros(LAYOUT.row_bytes, dtype=torch.uint8)
     tickets = [copies.start([(arena.row(1), up)]), copies.start([(down, arena.row(1))])]
     assert copies.poll() == tickets and torch.equal(down, up)
-
-
-def test_decode_passes_in_fixed_buffers_are_those_of_their_batches() -> None:
-    """Two chats decode in a graph for three; the missing sequence writes to the spare row alone."""
-    chats = [Chat(LAYOUT, 2, length, seed=length) for length in (40, 20)]
-    spare = torch.zeros(LAYOUT.row_bytes // 4)
-    backend, expected, found, used = ReferenceAttention(), [], [], []
-    for chat in chats:
-        backend.append(chat.k[:-4], chat.v[:-4], batch_of([(chat, 0, chat.length - 4)]), LAYOUT, 1)
-    q, k, v = torch.zeros(3, 2, 32), torch.zeros(3, 1, 32), torch.zeros(3, 1, 32)
-
-    def work(batch: AttentionBatch) -> None:
-        used.append(batch)
-        backend.append(k, v, batch, LAYOUT, 1)
-        found.append(backend.attend(q, batch, LAYOUT, 1, scale_of(LAYOUT), None)[0][:2])
-
-    graph = DecodeGraph(work, 3, 4, spare.data_ptr(), CPU)
-    for back in range(4, 0, -1):
-        places = [chat.length - back for chat in chats]
-        batch = batch_of([(chat, place, place + 1) for chat, place in zip(chats, places, strict=True)])
-        for number, (chat, place) in enumerate(zip(chats, places, strict=True)):
-            q[number], k[number], v[number] = chat.q[place], chat.k[place], chat.v[place]
-        graph.run(batch)
-        expected.append(torch.stack([chat.dense(None)[0][place] for chat, place in zip(chats, places, strict=True)]))
-    torch.testing.assert_close(torch.stack(found).double(), torch.stack(expected), rtol=1e-5, atol=1e-5)
-    buffers = [batch.tables.data_ptr() for batch in used]
-    assert buffers[0] == buffers[2] and buffers[1] == buffers[3] and buffers[0] != buffers[1]
-    assert all(int(batch.lengths[2]) == 1 for batch in used)
-
-
-def test_a_batch_that_the_graph_was_not_made_for_is_a_bug() -> None:
-    chat = Chat(LAYOUT, 2, 40, seed=1)
-    graph = DecodeGraph(lambda _: None, 1, 2, 4096, CPU)
-    with pytest.raises(AssertionError, match="wider"):
-        graph.run(batch_of([(chat, 39, 40)]))
-    with pytest.raises(AssertionError, match="one token"):
-        graph.run(batch_of([(chat, 38, 40)]))
 
 
 class Runtime:
