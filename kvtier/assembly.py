@@ -23,6 +23,7 @@ from kvtier.config import EngineConfig
 from kvtier.cost import CostModel, LoadPolicy
 from kvtier.demotion import NvmePolicy
 from kvtier.device import Device
+from kvtier.device.near import HALVES, NearSlices
 from kvtier.digest_memory import DigestFile
 from kvtier.errors import ConfigError, ShelfError
 from kvtier.eviction import POLICIES
@@ -36,6 +37,7 @@ from kvtier.shelves import dram_slot_count, open_dram_shelf, open_nvme_shelf, ro
 from kvtier.sizing import (
     hbm_slot_count,
     landing_count,
+    near_row_count,
     resolve,
     shelf_count,
     spare_count,
@@ -68,6 +70,8 @@ class Parts:
     """Longest prompt + answer in tokens, by model and configuration."""
     streams: StreamLimits
     capacity: Capacity
+    near: NearSlices | None
+    """For slices of far rows, on a device to which host memory is far."""
 
 
 def assemble(
@@ -99,7 +103,12 @@ def assemble(
     namespace = namespace_digest(decoder.weights_digest, decoder.config.architecture(), layout)
     dram_bytes = resolve(config.tiers.dram.bytes, free_memory_bytes())
     landings = landing_count(config, layout, dram_bytes) if device.lands_rows else 0
-    arena = device.arena(layout, hbm_slot_count(config, layout, device.free_bytes()), landings, wake)
+    slot_count = hbm_slot_count(config, layout, device.free_bytes())
+    near_rows = near_row_count(config, layout, slot_count, context) if device.launcher is not None else 0
+    arena = device.arena(layout, slot_count - near_rows, landings, wake)
+    near = None
+    if device.launcher is not None and (slices_max := near_rows * layout.layers // HALVES):
+        near = NearSlices(arena, decoder.config.windows, slices_max, device.place, device.launcher)
     dram_bytes = max(0, dram_bytes - landings * shelf_count(config) * layout.row_bytes)
     staging = None
     if staged_bytes := staging_bytes(config, layout, dram_bytes):
@@ -122,8 +131,9 @@ def assemble(
         raise
     _warn_of_other_layouts(config, store)
     streams = StreamLimits(config.scheduler.streamed_max, working_set_count(config, store.usable_count))
-    _report(config, decoder, store, context, streams)
-    return Parts(decoder, tokenizer, store, namespace, context, streams, _capacity(config, store, streams))
+    _report(config, decoder, store, context, streams, near_rows)
+    capacity = _capacity(config, store, streams)
+    return Parts(decoder, tokenizer, store, namespace, context, streams, capacity, near)
 
 
 def _context(config: EngineConfig, decoder: Decoder) -> int:
@@ -263,11 +273,15 @@ def _warn_of_other_layouts(config: EngineConfig, store: Store) -> None:
         )
 
 
-def _report(config: EngineConfig, decoder: Decoder, store: Store, context: int, streams: StreamLimits) -> None:
+def _report(
+    config: EngineConfig, decoder: Decoder, store: Store, context: int, streams: StreamLimits, near_rows: int
+) -> None:
     layout = store.layout
     slots = ", ".join(f"{name} {count} blocks" for name, count in store.capacities().items())
     if streams.slots_max:
         slots += f"; contexts larger than HBM: {streams.streams_max} at once, {streams.slots_max} blocks of HBM each"
+    if near_rows:
+        slots += f"; {near_rows} blocks of HBM are for slices that a prefill brings near"
     _log.info(
         "%s %s on %s, %d layers, context %d, attention %s; block %d tokens = %s (%s each); %s; a pass stages %d",
         decoder.config.family,

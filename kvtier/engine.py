@@ -71,7 +71,7 @@ class Engine:
         self.tokenizer = parts.tokenizer
         self.model_config = parts.decoder.config
         self._store = parts.store
-        self._runner = Runner(parts.decoder, sample_row, device)
+        self._runner = Runner(parts.decoder, sample_row, device, parts.near)
         limits = SchedulerLimits(config.scheduler.step_tokens, config.scheduler.sequences_max)
         self._scheduler = Scheduler(parts.store, limits, parts.streams)
         self._intake = Intake(parts, config)

@@ -21,6 +21,8 @@ STAGING_SHARE_MAX = 0.5
 LANDING_BYTES_MAX = 64 << 20
 LANDING_SHARE_MAX = 0.125
 """Of landing places of one shelf, and of those of all as a share of DRAM's bytes, unless that is less than two rows."""
+NEAR_SHARE_MAX = 0.25
+"""Of HBM's bytes, those for slices of far rows."""
 WORKING_SET_MIN = 2
 """Blocks of HBM without which a sequence cannot be streamed: one that grows, one that is on its way down."""
 
@@ -53,6 +55,17 @@ def spare_count(config: EngineConfig, slot_count: int) -> int:
             "at least 2 more are needed: raise it, or lower io.readers and io.writers"
         )
     return spare
+
+
+def near_row_count(config: EngineConfig, layout: KVLayout, slot_count: int, context: int) -> int:
+    """Rows of HBM whose memory is for slices of far rows: two layers' of the longest context, as far as there is room.
+
+    None where no context is larger than HBM.
+    """
+    needed, usable = layout.block_count(context), slot_count - spare_count(config, slot_count)
+    if needed <= usable or not (config.scheduler.streamed_max and config.tiers.dram.bytes):
+        return 0
+    return min(-(-2 * needed // layout.layers), int(usable * NEAR_SHARE_MAX))
 
 
 def shelf_count(config: EngineConfig) -> int:

@@ -17,9 +17,10 @@ from kvtier.attention import triton_programs as programs
 CAPABILITY = 90
 POINTERS = {"k": "bf16", "v": "bf16", "q": "bf16", "tables": "i64", "rows": "i64", "lengths": "i32", "offsets": "i32"}
 POINTERS |= {"query_starts": "i32", "out": "fp32", "sums": "fp32", "parts": "fp32", "part_sums": "fp32", "lse": "fp32"}
+POINTERS |= {"target": "i32"}
 LLAMA = {"KV_HEADS": 8, "GROUP": 4, "GROUP_PADDED": 16, "QUERIES": 1, "DECODE": True, "SPLIT": True, "TOKENS": 16}
 LLAMA |= {"DIM": 128, "DIM_PADDED": 128, "BLOCK_TOKENS": 32, "DTYPE": tl.bfloat16, "DOT": tl.bfloat16}
-LLAMA |= {"VECTOR_BYTES": 256, "HEAD_BYTES": 8192, "VALUE_BYTES": 65536}
+LLAMA |= {"VECTOR_BYTES": 256, "HEAD_BYTES": 8192, "VALUE_BYTES": 65536, "ROW_BYTES": 131072}
 
 
 def assembly(program: triton.JITFunction) -> str:
@@ -41,12 +42,14 @@ def assembly(program: triton.JITFunction) -> str:
 
 def main() -> None:
     """One line for each program; an error of the compiler ends it."""
-    for program in (programs.append, programs.attend, programs.join):
+    for program in (programs.append, programs.attend, programs.join, programs.gather):
         ptx = assembly(program)
         copies = [int(size, 0) for size in re.findall(r"cp\.async\.\w+\.shared\.global.*?, (0x\w+|\d+)", ptx)]
         vectors, addresses = copies.count(16), copies.count(8)
+        reads = len(re.findall(r"ld\.global[.\w]*\.v4\.b32", ptx))
         narrow = len(copies) - vectors - addresses + len(re.findall(r"ld\.global[.\w]*\.b16", ptx))
-        print(f"{program.__name__}: {vectors} copies of 16 bytes, {addresses} of 8, {narrow} narrower reads")
+        says = f"{vectors} copies of 16 bytes, {addresses} of 8, {narrow} narrower reads, {reads} of 16"
+        print(f"{program.__name__}: {says}")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ somebody waits for it, or earlier by chance: so a wait that is missing is seen b
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import random
 from collections import deque
@@ -113,7 +114,7 @@ class LateLauncher:
         self.passes, self.beside = LateQueue(), LateQueue()
         self.late_count = 0
         """Work that was not done yet when the next was given."""
-        self.recorded_count = self.replayed_count = 0
+        self.recorded_count = self.replayed_count = self.gathered_count = 0
         self._chance = random.Random(f"launcher {seed}")
 
     @property
@@ -150,6 +151,12 @@ class LateLauncher:
         """To the current stream."""
         self.passes.give(work)
         self._stir()
+
+    def gather(self, rows: torch.Tensor, offset: int, target: torch.Tensor) -> None:
+        assert self.beside.busy, "it would hold up the passes"
+        for place, row in zip(target, rows.tolist(), strict=True):
+            ctypes.memmove(place.data_ptr(), row + offset, place.nbytes)
+        self.gathered_count += len(rows)
 
     def catch_up(self) -> None:
         """Whatever the current stream is given now comes behind all that it has been given before."""

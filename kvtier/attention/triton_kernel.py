@@ -25,6 +25,8 @@ DECODE_ROWS = 16
 """Rows of a program with one query: tensor cores take no fewer."""
 APPEND_TOKENS = 16
 """Tokens whose K and V one program writes."""
+GATHER_PROGRAMS = 64
+"""Programs that copy slices beside those of passes: a piece of each under way hides PCIe's latency twice over."""
 PARTS_BYTES_MAX = 256 << 20
 """Segments get programs of their own while what these leave to be joined takes no more memory than this."""
 
@@ -109,6 +111,16 @@ class TritonKernelAttention:
                 enable_fp_fusion=False,
             )
         return out, lse
+
+
+def gather(rows: torch.Tensor, offset: int, target: torch.Tensor) -> None:
+    """Copy the bytes at `rows` int64 [row] + offset into `target` uint8 [row, byte]: a multiple of 4 KiB from each."""
+    count, byte_count = target.shape
+    assert len(rows) == count and target.is_contiguous() and byte_count % programs.PIECE_BYTES.value == 0
+    pieces = count * (byte_count // programs.PIECE_BYTES.value)
+    programs.gather[(min(pieces, GATHER_PROGRAMS),)](
+        *(rows, offset, target.view(torch.int32), pieces), ROW_BYTES=byte_count
+    )
 
 
 def _segments(batch: AttentionBatch, layout: KVLayout) -> int:

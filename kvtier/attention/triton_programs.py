@@ -16,8 +16,10 @@ SEGMENT = tl.constexpr(512)
 """Positions whose partial result is folded on its own."""
 ALIGNMENT = tl.constexpr(16)
 """Bytes that the address of every K and V vector is a multiple of."""
+PIECE_BYTES = tl.constexpr(4096)
+"""What a program copies at once."""
 NOTHING = tl.constexpr(float("-inf"))
-COUNTS = ("tokens", "sequences", "segments", "window", "table_stride")
+COUNTS = ("tokens", "sequences", "segments", "window", "table_stride", "pieces")
 """Arguments that change from pass to pass: a program is not compiled anew for those that are 1 or multiples of 16."""
 
 
@@ -53,6 +55,17 @@ def append(
     source = v + head * v_head_stride + (wide * v_token_stride)[:, None] + dim[None, :]
     target = tl.multiple_of((address + VALUE_BYTES).to(v.dtype), ALIGNMENT)
     tl.store(target[:, None] + dim[None, :], tl.load(source, mask=wanted), mask=wanted)
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def gather(rows, offset, target, pieces, ROW_BYTES: tl.constexpr):
+    """Every so many-th piece of the bytes at `rows` + offset, ROW_BYTES from each, side by side into int32 `target`."""
+    word = tl.arange(0, PIECE_BYTES // 4)
+    for piece in range(tl.program_id(0), pieces, tl.num_programs(0)):
+        byte = tl.cast(piece, tl.int64) * PIECE_BYTES
+        address = tl.load(rows + byte // ROW_BYTES) + offset + byte % ROW_BYTES
+        source = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), ALIGNMENT)
+        tl.store(target + byte // 4 + word, tl.load(source + word))
 
 
 @triton.jit(do_not_specialize=COUNTS)

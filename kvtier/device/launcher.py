@@ -1,4 +1,4 @@
-"""What a device that works on its own time can do for passes: a lane beside them, recordings.
+"""What a device that works on its own time can do for passes: a lane beside them, recordings, gathering slices.
 
 Knows neither models nor sequences. Each device that is not the CPU has one; made at start, used on the engine thread.
 """
@@ -33,6 +33,12 @@ class Launcher(Protocol):
         is done twice.
         """
 
+    def gather(self, rows: torch.Tensor, offset: int, target: torch.Tensor) -> None:
+        """Give the current stream a copy, into `target` uint8 [row, byte], of the bytes at `rows` int64 [row] + offset.
+
+        Rows lie in any memory that the device reaches. Bytes are a multiple of 4 KiB, addresses of 16.
+        """
+
 
 class CudaLauncher:
     """`Launcher` of a GPU, or of the CPU in its place, which has done all it is given when the call returns."""
@@ -61,3 +67,9 @@ class CudaLauncher:
             _log.warning("decode passes of one shape run without a CUDA graph: %s", str(error).splitlines()[0])
             return work
         return graph.replay
+
+    def gather(self, rows: torch.Tensor, offset: int, target: torch.Tensor) -> None:
+        """See `Launcher`."""
+        from kvtier.attention.triton_kernel import gather
+
+        gather(rows, offset, target)

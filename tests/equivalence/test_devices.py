@@ -1,8 +1,8 @@
 """Engines whose HBM is a device's give the same bits as one whose HBM the shelves reach themselves.
 
-First with copies that come late and in any order, and decode passes that are replayed late, then a rehearsal of the
-CUDA device on the CPU: the Triton-language programs in their interpreter, rows by way of landing places, DRAM and NVMe
-rows attended in place. No GPU is needed.
+First with copies that come late and in any order, decode passes that are replayed late, and slices that are brought
+near late; then a rehearsal of the CUDA device on the CPU: the Triton-language
+programs in their interpreter, rows by way of landing places, DRAM and NVMe rows attended in place. No GPU is needed.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 from late import LateDevice
-from test_streamed_contexts import LAYOUT, config, make_mixed
+from test_streamed_contexts import LAYOUT, PLACES, config, make_mixed
 from tiny import make_checkpoint
 from workloads import Ask, Outcome, Round, assert_equal, run_workload
 
-from kvtier import EngineConfig, SamplingParams
+from kvtier import EngineConfig, SamplingParams, sizing
 from kvtier.block import KVLayout
 from kvtier.device.cuda import CudaDevice
 
 CONTEXT = 1024
+SEEDS = 4
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +46,27 @@ def test_copies_that_come_late_change_no_bits(seed: int, checkpoint: Path, tmp_p
     assert device.launcher.late_count > 20 and device.launcher.replayed_count > 20
     assert min(found.stats["streamed_dram_bytes"], found.stats["streamed_nvme_bytes"]) > 0
     assert found.origin["dram"] + found.origin["nvme"] > 0
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_decode_in_graphs_and_slices_brought_near_change_no_bits(
+    seed: int, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More of HBM is for slices than an engine would take, so that whole prefixes fit, or a few rows of them."""
+    monkeypatch.setattr(sizing, "NEAR_SHARE_MAX", 0.5 if seed % 2 else 0.2)
+    places = PLACES[seed % 2]
+    rounds = make_mixed(100 + seed, 14 * LAYOUT.block_tokens, 32 * LAYOUT.block_tokens)
+    reference = run_workload(config(checkpoint, 512, 0, 4096), rounds)
+    limits: dict[str, object] = {"scheduler__streamed_max": 1 + seed % 3, "scheduler__streamed_hbm": 0.9}
+    limits |= {"io__writers": 1, **places.overrides(tmp_path / "cache")}
+    device = LateDevice(seed)
+    small = run_workload(config(checkpoint, 22, 0, 16 + seed % 50, **limits), rounds, device)
+    compared = assert_equal(reference, small)
+    print("seed", seed, places.name, "rows of cancelled requests", compared, vars(device.launcher))
+    launcher = device.launcher
+    assert launcher.late_count > 20 and launcher.gathered_count > 20
+    assert launcher.replayed_count > launcher.recorded_count >= 4, "several shapes, each more than once"
+    assert small.stats["streamed_nvme_bytes"] > 0 or not places.staged_blocks
 
 
 def small_config(folder: Path, **overrides: object) -> EngineConfig:

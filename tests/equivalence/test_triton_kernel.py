@@ -131,6 +131,15 @@ def test_append_writes_what_the_reference_writes_and_nothing_else(dtype: str) ->
     assert torch.equal(*rows)
 
 
+def test_slices_are_gathered_from_wherever_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_kernel, "GATHER_PROGRAMS", 5)  # fewer than pieces, and no divisor of them
+    rows = torch.randint(0, 256, (4, 3, 8192), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    target = torch.zeros(4, 8192, dtype=torch.uint8)
+    order = [3, 0, 2]
+    triton_kernel.gather(torch.tensor([rows[row].data_ptr() for row in order]), 2 * 8192, target[:3])
+    assert torch.equal(target[:3], rows[order, 2]) and not target[3].any()
+
+
 def test_scores_far_beyond_the_range_of_exp_stay_finite() -> None:
     chat = Chat(KVLayout(2, 1, 64, 16, "float32"), 2, 70, seed=3)
     chat.q *= 300
@@ -165,3 +174,4 @@ def test_the_programs_compile_for_a_gpu_with_reads_of_16_bytes(tmp_path: Path) -
     assert done.returncode == 0, done.stderr
     found = re.search(r"attend: (\d+) copies of 16 bytes, \d+ of 8, 0 narrower", done.stdout)  # addresses have 8
     assert found is not None and int(found[1]) > 0, done.stdout
+    assert re.search(r"gather: .* 0 narrower reads, [1-9]\d* of 16", done.stdout), done.stdout
