@@ -38,6 +38,7 @@ def main() -> int:
     from gpu.correctness import check
     from gpu.engines import check_engines, measure_engines
     from gpu.machine import Machine
+    from gpu.prefill import measure_prefill
     from gpu.speed import Geometry, measure
 
     began = time.monotonic()
@@ -49,16 +50,17 @@ def main() -> int:
             lines += check_engines(machine, Path(folder), options.rehearse)
             speeds = measure(machine, geometry, Path(folder))
             limits = dict(zip(("HBM", "DRAM", "NVMe"), (speeds[0].gb_s, speeds[1].gb_s, speeds[3].gb_s), strict=True))
+            speeds += measure_prefill(machine, geometry, speeds[1].gb_s)
             speeds += measure_engines(machine, Path(folder), options.rehearse, limits)
     wrong = [line.name for line in lines if not line.right]
     for line in lines:
         print(f"{'ok   ' if line.right else 'WRONG'} {line.name}: {line.says}")
     print(f"\n{machine.name}; {geometry.says}")
-    print(f"{'what':<48} {'GB/s':>8} {'limit':>8} {'share':>6}  of")
+    print(f"{'what':<86} {'GB/s':>8} {'limit':>8} {'share':>6}  of")
     for speed in speeds:
         share = f"{speed.gb_s / speed.limit_gb_s:>6.2f}" if speed.limit_gb_s else " " * 6
         limit = f"{speed.limit_gb_s:>8.1f}" if speed.limit_gb_s else " " * 8
-        print(f"{speed.what:<48} {speed.gb_s:>8.1f} {limit} {share}  {speed.limit}")
+        print(f"{speed.what:<86} {speed.gb_s:>8.1f} {limit} {share}  {speed.limit}")
     print(f"{len(lines) - len(wrong)} of {len(lines)} right, {time.monotonic() - began:.0f} s")
     if options.json:
         record = {"machine": machine.name, "rehearsal": options.rehearse, "geometry": geometry.says}

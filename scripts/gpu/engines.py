@@ -1,7 +1,8 @@
-"""Whole engines on the device: their tokens and logits beside those of the CPU, and how fast they decode.
+"""Whole engines on the device: their tokens and logits beside those of the CPU, and how fast they are.
 
-One context, wholly in HBM, then with most of it attended in place in DRAM, then with most of it staged from NVMe. What
-was streamed is asserted, so that nothing passes for want of it.
+One context, wholly in HBM, then with most of it attended in place in DRAM, then with most of it staged from NVMe; and
+again without graphs for decode passes and without slices brought near for a prefill. What was streamed, replayed and
+brought near is counted, so that nothing passes for want of it.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ class Setting(NamedTuple):
     block_tokens: int
     prompt_tokens: int
     tokens: int
+    share: int
+    """HBM holds one in so many blocks where the context is larger."""
 
     @property
     def layout(self) -> KVLayout:
@@ -68,7 +71,7 @@ class Setting(NamedTuple):
             "tiers.hbm.bytes": 2 * blocks * layout.row_bytes,
         }
         if place != "HBM":
-            values["tiers.hbm.bytes"] = (blocks // 4 + 2 + SPARE_BLOCKS) * layout.row_bytes
+            values["tiers.hbm.bytes"] = (blocks // self.share + 2 + SPARE_BLOCKS) * layout.row_bytes
             values["tiers.dram.bytes"] = 2 * (blocks + 4) * slot_bytes
         if place == "NVMe":
             staging_bytes = 2 * max(1, layout.layers // 8) * blocks * layout.slice_bytes
@@ -90,15 +93,23 @@ class Outcome(NamedTuple):
     """fp32 [token, vocab] on the CPU."""
     token_s: float
     """Between two tokens, the median."""
+    prefill_s: float
+    """To the first token."""
     streamed_bytes: dict[str, int]
+    replayed: int
+    """Decode passes in graphs."""
+    brought: int
+    """Slices brought near."""
 
 
 def check_engines(machine: Machine, folder: Path, few: bool) -> list[Line]:
     """The device's engines, all of fp32, beside one of the CPU that has everything in HBM."""
-    setting = _setting(folder, FEW, 16, 97, 3) if few else _setting(folder, EXACT, 32, 1500, 24)
+    setting = _setting(folder, FEW, 16, 97, 3, 4) if few else _setting(folder, EXACT, 32, 1500, 24, 4)
     expected = _run(setting.config("HBM", folder), setting, make_device("cpu"))
     outcomes = {place: _run(setting.config(place, folder), setting, _device(machine)) for place in PLACES}
-    lines = [_compare(place, outcome, expected) for place, outcome in outcomes.items()]
+    lines = [_compare(f"engine, most K and V in {p}, beside the CPU", o, expected) for p, o in outcomes.items()]
+    plain = _run(setting.config("DRAM", folder), setting, _device(machine, plain=True))
+    lines.append(_compare_plain(outcomes["DRAM"], plain))
     bits = [outcomes["HBM"].logits.equal(outcomes[place].logits) for place in PLACES[1:]]
     says = ", ".join(f"from {p} {'equal' if e else 'they differ'}" for p, e in zip(PLACES[1:], bits, strict=True))
     return [*lines, Line("engine, fp32 bits of logits beside those from HBM", all(bits), says)]
@@ -106,25 +117,31 @@ def check_engines(machine: Machine, folder: Path, few: bool) -> list[Line]:
 
 def measure_engines(machine: Machine, folder: Path, few: bool, limits: dict[str, float]) -> list[Speed]:
     """Decode of one sequence; bytes are K and V of the whole context, wherever they lie. `limits` in GB/s by place."""
-    setting = _setting(folder, FEW, 16, 97, 3) if few else _setting(folder, FAST, 32, 8000, 48)
+    setting = _setting(folder, FEW, 16, 97, 3, 4) if few else _setting(folder, FAST, 32, 8000, 48, 2)
     speeds = []
-    for place in PLACES:
-        outcome = _run(setting.config(place, folder), setting, _device(machine))
+    for place, plain in (*((place, False) for place in PLACES), ("HBM", True), ("DRAM", True)):
+        outcome = _run(setting.config(place, folder), setting, _device(machine, plain))
         read_bytes = setting.prompt_tokens * setting.layout.token_bytes
-        what = f"engine, most K and V in {place}: {1 / outcome.token_s:.1f} tokens/s"
+        prefill = setting.prompt_tokens / outcome.prefill_s
+        what = f"engine, most K and V in {place}: {1 / outcome.token_s:.1f} tokens/s, prefill {prefill:.0f}"
+        what += ", no graphs, nothing near" if plain else ""
         speeds.append(Speed(what, read_bytes / outcome.token_s / 1e9, limits[place], f"{place} alone"))
     return speeds
 
 
-def _setting(folder: Path, shape: Shape, block_tokens: int, prompt_tokens: int, tokens: int) -> Setting:
+def _setting(folder: Path, shape: Shape, block_tokens: int, prompt_tokens: int, tokens: int, share: int) -> Setting:
     model = folder / f"model-{shape.dtype}-{shape.hidden}"
     if not model.exists():
         make_checkpoint(model, shape)
-    return Setting(model, shape, block_tokens, prompt_tokens, tokens)
+    return Setting(model, shape, block_tokens, prompt_tokens, tokens, share)
 
 
-def _device(machine: Machine) -> Device:
-    return CudaDevice(machine.device)
+def _device(machine: Machine, plain: bool = False) -> Device:
+    """`plain`: passes are given to it one operation at a time, and rows read where they are."""
+    device = CudaDevice(machine.device)
+    if plain:
+        device.launcher = None
+    return device
 
 
 def _run(config: EngineConfig, setting: Setting, device: Device) -> Outcome:
@@ -133,15 +150,19 @@ def _run(config: EngineConfig, setting: Setting, device: Device) -> Outcome:
     params = SamplingParams(max_tokens=setting.tokens, temperature=0.0, ignore_eos=True)
     with Engine(config, device=device) as engine:
         rows, times = _record(engine)
+        began = time.monotonic()
         token_ids = engine.generate([prompt], params)[0].token_ids
-        stats = engine.stats()
+        stats, runner = engine.stats(), engine._runner
     gaps = sorted(late - early for early, late in itertools.pairwise(times))
     streamed = {"DRAM": stats["streamed_dram_bytes"], "NVMe": stats["streamed_nvme_bytes"]}
     for place, tier in (("DRAM", "tiers.hbm.bytes"), ("NVMe", "tiers.nvme.path")):
         wanted = config.tiers.nvme.bytes > 0 if place == "NVMe" else config.tiers.dram.bytes > 0
         if wanted and not streamed[place]:
             raise RuntimeError(f"nothing was streamed from {place}: look at {tier}")
-    return Outcome(token_ids, torch.cat(rows), gaps[len(gaps) // 2], streamed)
+    replayed = runner.decodes.pass_count if runner.decodes is not None else 0
+    brought = runner.near.brought_count if runner.near is not None else 0
+    prefill_s = times[0] - began
+    return Outcome(token_ids, torch.cat(rows), gaps[len(gaps) // 2], prefill_s, streamed, replayed, brought)
 
 
 def _record(engine: Engine) -> tuple[list[torch.Tensor], list[float]]:
@@ -151,8 +172,9 @@ def _record(engine: Engine) -> tuple[list[torch.Tensor], list[float]]:
     inner, end = engine._runner.logits, engine._runner.end_logits
 
     def keep(values: torch.Tensor) -> torch.Tensor:
-        rows.append(values.cpu().clone())
-        times.append(time.monotonic())
+        if len(values):  # a chunk before the last has none
+            rows.append(values.cpu().clone())
+            times.append(time.monotonic())
         return values
 
     def logits(parts: Parts[ScheduledSequence]) -> torch.Tensor:
@@ -166,8 +188,7 @@ def _record(engine: Engine) -> tuple[list[torch.Tensor], list[float]]:
     return rows, times
 
 
-def _compare(place: str, found: Outcome, expected: Outcome) -> Line:
-    name = f"engine, most K and V in {place}, beside the CPU"
+def _compare(name: str, found: Outcome, expected: Outcome) -> Line:
     if found.token_ids != expected.token_ids or found.logits.shape != expected.logits.shape:
         return Line(name, False, f"tokens {found.token_ids}, not {expected.token_ids}")
     finite = expected.logits.isfinite()
@@ -175,3 +196,12 @@ def _compare(place: str, found: Outcome, expected: Outcome) -> Line:
     streamed = ", ".join(f"{count >> 10} KiB from {tier}" for tier, count in found.streamed_bytes.items() if count)
     right = error <= LOGIT_TOLERANCE
     return Line(name, right, f"tokens equal, logits off by {error:.1e} ({LOGIT_TOLERANCE:.0e}) {streamed}".rstrip())
+
+
+def _compare_plain(found: Outcome, plain: Outcome) -> Line:
+    """Passes that were replayed and slices that were brought near, and there must be some, beside none."""
+    line = _compare("engine, decode in graphs and slices brought near, beside neither", found, plain)
+    counted = found.replayed > 0 and found.brought > 0 and plain.replayed == plain.brought == 0
+    bits = "equal" if found.logits.equal(plain.logits) else "other"
+    says = f"{line.says}; bits {bits}, {found.replayed} passes replayed, {found.brought} slices brought near"
+    return line._replace(right=line.right and counted, says=says)

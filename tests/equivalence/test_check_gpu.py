@@ -28,6 +28,6 @@ def test_a_rehearsal_runs_every_check_and_measurement(tmp_path: Path) -> None:
     done = run("--rehearse", "--folder", str(tmp_path), "--json", str(tmp_path / "numbers.json"))
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "numbers.json").read_text())
-    assert found["rehearsal"] and len(found["checks"]) == 7 and all(check["right"] for check in found["checks"])
-    assert len(found["speeds"]) == 10 and all(speed["gb_s"] > 0 for speed in found["speeds"])
+    assert found["rehearsal"] and len(found["checks"]) == 8 and all(check["right"] for check in found["checks"])
+    assert len(found["speeds"]) == 14 and all(speed["gb_s"] > 0 for speed in found["speeds"])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["numbers.json"], "the file of rows is gone"
