@@ -17,9 +17,11 @@ import pytest
 
 from kvtier.block import KVLayout
 from kvtier.books import LocalBooks
+from kvtier.cache_directory import layout_name
 from kvtier.config import IoConfig
 from kvtier.directory import Directory
 from kvtier.io.base import KernelCalls, SystemCalls
+from kvtier.replay import JOURNAL_NAME
 from kvtier.retention import PLAIN, Retention
 from kvtier.shelf import ReadItem, Record, Reply, Shelf, ShelfDone, ShelfLimits, ShelfOutcome, WriteItem
 from kvtier.shelves import open_dram_shelf, open_nvme_shelf
@@ -67,6 +69,22 @@ def filled(block_hash: bytes, row_bytes: int = LAYOUT.row_bytes) -> memoryview:
     return row
 
 
+def journal_bytes(cache: Path) -> bytes:
+    """A cache directory's journal, if it is there: a published row stands in it with its hash, a moment later."""
+    try:
+        return (cache / layout_name(LAYOUT) / JOURNAL_NAME).read_bytes()
+    except FileNotFoundError:
+        return b""
+
+
+def wait_for_journal(cache: Path, hashes: Sequence[bytes], timeout_s: float = 60.0) -> None:
+    """Until the journal has all these rows, so that they outlive whoever writes it."""
+    end = time.monotonic() + timeout_s
+    while not all(map(journal_bytes(cache).__contains__, hashes)):
+        assert time.monotonic() < end, "the journal is not written"
+        time.sleep(0.01)
+
+
 def need_uring() -> None:
     """Skip where there is no io_uring: threads do its work there."""
     try:
@@ -99,7 +117,7 @@ class ShelfUser:
         self._bell = bell
         self._ended: dict[int, ShelfDone] = {}
 
-    def finish(self, tickets: Sequence[int | None], timeout_s: float = 20.0) -> list[ShelfDone | None]:
+    def finish(self, tickets: Sequence[int | None], timeout_s: float = 60.0) -> list[ShelfDone | None]:
         """How each ticket ended; None for what was not taken. The ends of others are kept for their own call."""
         wanted = {ticket for ticket in tickets if ticket is not None}
         ended = self._ended
@@ -111,7 +129,7 @@ class ShelfUser:
                 self._bell.wait(0.05)
         return [None if ticket is None else ended.pop(ticket) for ticket in tickets]
 
-    def reply(self, number: int, timeout_s: float = 20.0) -> Reply:
+    def reply(self, number: int, timeout_s: float = 60.0) -> Reply:
         """The answer to a question for rows or leases, which must be the only one."""
         end = time.monotonic() + timeout_s
         while True:

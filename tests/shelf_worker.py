@@ -13,7 +13,7 @@ from typing import TextIO
 
 from kvtier.block import Tier
 from kvtier.keeper.opening import TIERS
-from kvtier.record import NO_TENANT
+from kvtier.record import NO_TENANT, Grant
 from kvtier.shelf import WriteItem
 from kvtier.tiers.header import HEADER_BYTES
 from tests.rows import IO, ShelfUser, block_hashes, filled, payload
@@ -22,6 +22,7 @@ from tests.soak.life import Life
 
 SCRIPT_BLOCKS = 5
 """What a script writes a tier; it drops the first of them."""
+WAIT_S = 60.0
 
 
 class Commands(EngineCommands):
@@ -76,9 +77,17 @@ class Commands(EngineCommands):
         return [None if ticket is None else ended[ticket] for ticket in tickets]
 
     def begin(self, tier: str, seed: int, first: int, count: int) -> int:
-        """Start writing blocks and leave them in flight; how many were started."""
-        items = [WriteItem(h, 0, filled(h)) for h in block_hashes(first + count, seed, first)]
-        return sum(ticket is not None for ticket in self._users[tier].shelf.write(items, time.monotonic()))
+        """Start writing blocks, as there are slots for them, and leave them in flight; how many were started."""
+        shelf = self._users[tier].shelf
+        left = [WriteItem(h, 0, filled(h)) for h in block_hashes(first + count, seed, first)]
+
+        def started() -> bool:
+            tickets = shelf.write(left, time.monotonic())
+            left[:] = [item for item, ticket in zip(left, tickets, strict=True) if ticket is None]
+            return not left
+
+        self._until(started, WAIT_S)
+        return count - len(left)
 
     def hits(self, tier: str, seed: int, first: int, count: int) -> int:
         """Blocks that are found and read, every byte judged."""
@@ -105,10 +114,14 @@ class Commands(EngineCommands):
         """Give all leases back."""
         self._users[tier].shelf.holdings.end_leases(self._leases.pop(tier, []))
 
-    def ask(self, tier: str, count: int, least: int) -> int:
-        """Ask for rows to hold, at least so many or none; how many were got."""
-        user = self._users[tier]
-        grants = user.reply(user.shelf.holdings.ask_rows(count, NO_TENANT, least)).grants or []
+    def ask(self, tier: str, count: int, least: int, wait_s: float = 0.0) -> int:
+        """Ask for rows to hold, at least so many or none, until they are had or the time is up; how many were got."""
+        user, end = self._users[tier], time.monotonic() + wait_s
+        grants: list[Grant] = []
+        while not grants:
+            grants = user.reply(user.shelf.holdings.ask_rows(count, NO_TENANT, least)).grants or []
+            if time.monotonic() >= end:
+                break
         self._asked.setdefault(tier, []).extend(grants)
         return len(grants)
 
@@ -128,10 +141,10 @@ class Commands(EngineCommands):
         """Give rows back that were asked for."""
         self._users[tier].shelf.holdings.give_rows(self._asked.pop(tier, []))
 
-    def reserve(self, tier: str, count: int) -> int:
-        """Take reservations and keep them; how many were got."""
+    def reserve(self, tier: str, count: int, wait_s: float = WAIT_S) -> int:
+        """Take reservations and keep them, until there are so many or the time is up; how many were got."""
         books, got = self._books(tier), 0
-        end = time.monotonic() + 3
+        end = time.monotonic() + wait_s
         while got < count and time.monotonic() < end:
             got += len(books.reserve(count - got, NO_TENANT))
             books.answers(time.monotonic())

@@ -32,6 +32,7 @@ SLOTS = 64
 PRELUDE = 6
 PRELUDE_SEED, SCRIPT_SEED, AFTER_SEED = 1, 2, 3
 IN_FOLDER = ("nvme.slab", "journal", "journal.new")
+DETACH_S = 10.0
 _CALL = re.compile(r"^(\d+) +(?:\S+ )?(\w+)\(")
 
 
@@ -96,7 +97,7 @@ def _run(nursery: Nursery, path: Path, role: str, options: Sequence[str]) -> boo
             crew = stack.enter_context(Crew(path, 2, nursery, **setting))
             if role == KEEPER:
                 crew.engines[0]("script", SCRIPT_SEED)
-                died = traced.wait(1.2)  # a watch and a sync come once a second
+                died = traced.wait(5.0)  # a watch and a sync come once a second
             else:
                 died = _script(traced)
         if died and next_keeper is not None:
@@ -116,7 +117,7 @@ def _prepare(nursery: Nursery, path: Path) -> None:
     ):
         crew.publish(PRELUDE_SEED, PRELUDE)
         crew.close()
-        assert keeper.wait(30)
+        assert keeper.wait(60)
 
 
 def _script(traced: Worker) -> bool:
@@ -163,3 +164,6 @@ def _strace(process: int, options: Sequence[str], log: Path, gate: Path) -> Iter
             yield
         finally:
             tracer.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                tracer.wait(DETACH_S)
+            tracer.kill()  # it may wait for ever for a thread whose process has ended; this lets the thread go

@@ -12,12 +12,11 @@ from pathlib import Path
 
 from kvtier.keeper.fields import OWNERS_MAX
 from tests.rows import LAYOUT
-from tests.soak.crew import BOTH, OPEN_S
+from tests.soak.crew import BOTH, OPEN_S, refused
 from tests.soak.scenarios import LIFE_SEED, MANY, PRELUDE, PRELUDE_SEED, ROOMY, crew_of, judge_lives, totals
 from tests.soak.words import Numbers
 
 COMPANY_S = 2.0
-REFUSED_S = 0.5
 
 
 def crowd(count: int, seed: int, scratch: Path) -> Numbers:
@@ -33,7 +32,7 @@ def crowd(count: int, seed: int, scratch: Path) -> Numbers:
                     engine.start("open", OPEN_S)
                 assert [engine.answer() for engine in more] == [list(BOTH)] * len(more)
                 last = company.enter_context(crew.new())
-                assert last("open", REFUSED_S) == [] and f"{OWNERS_MAX} engines" in last("refusal")
+                refused(last, f"{OWNERS_MAX} engines")
                 lives += crew.end_lives(LIFE_SEED + seed + 10 * turn)
                 for tier in BOTH:
                     assert more[-1]("known", tier, PRELUDE_SEED, 0, PRELUDE, 30) == PRELUDE

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.nursery import Nursery
-from tests.rows import SLOT_BYTES
+from tests.rows import SLOT_BYTES, block_hashes, wait_for_journal
 from tests.soak.crew import BOTH, OPEN_S, Crew, kill
 from tests.soak.scenarios import AFTER_SEED, LIFE_SEED, PRELUDE, PRELUDE_SEED, judge_lives, totals
 from tests.soak.words import Numbers
@@ -60,11 +60,14 @@ def orphan_writes(count: int, seed: int, scratch: Path) -> Numbers:
                 with _frozen(disk):
                     victim.start("begin", "nvme", LIFE_SEED + seed, 0, IN_FLIGHT)
                     assert victim.answer() == IN_FLIGHT
-                    time.sleep(0.3 * FREEZE_S)  # the writes are in the kernel
+                    time.sleep(FREEZE_S)  # the writes are in the kernel
                     victim.strike()
                     lives += crew.end_lives(LIFE_SEED, but=victim)
-                    free = other("reserve", "nvme", total)
-                    kept = other("settled", "nvme", 0.5) - free
+                    free = other("reserve", "nvme", total, 3)
+                    used = [other("settled", "nvme", 0.5)]
+                    while len(used) < 3 or len(set(used[-3:])) > 1:
+                        used.append(other("settled", "nvme", 0.5))
+                    kept = used[-1] - free
                     assert not victim.wait(0), "nothing was in flight"
                     assert kept >= IN_FLIGHT and free < total - IN_FLIGHT, "slots of writes in flight were given away"
                 victim.kill()
@@ -138,9 +141,11 @@ def pid_namespaces(count: int, seed: int, scratch: Path) -> Numbers:
             for place, engine in enumerate((first, second)):
                 engine.start("live", LIFE_SEED + place, 8, 1.5, known)
             lives.append(first.answer())
+            for block_seed, written in ((seed, PRELUDE), (LIFE_SEED, lives[-1]["written"]["nvme"])):
+                wait_for_journal(path, block_hashes(written, block_seed))
             inside[0].kill()  # with its engine and the keeper
             lives.append(second.answer())
-            assert first.wait(30), "an engine has outlived its container"
+            assert first.wait(60), "an engine has outlived its container"
             first.drop()
             inside[0] = stack.enter_context(Nursery(NAMESPACES))
             third = inside[0].engine(path, dram_slots=200, linger_s=0.1)

@@ -2,6 +2,7 @@
 
 What it writes is a chain of its own (a seed), what it reads is that and what it is told of. Runs inside a worker
 process (tests/shelf_worker.py), on its thread; a wrong byte is an AssertionError there and so ends the worker.
+Times are of what the process had: none in which the machine was busy with others.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from kvtier.record import Grant, Lease
 from kvtier.retention import PLAIN, Retention
 from kvtier.shelf import ReadItem, Shelf, WriteItem
 from kvtier.ticket import ShelfOutcome
+from tests.own_time import OwnTime, own_time, starved_s
 from tests.rows import Bell, aligned, block_hashes, payload
 
 Value = TypeVar("Value")
@@ -31,7 +33,7 @@ ROWS_SHARE = 0.2
 """Of the questions, those for rows to write into."""
 LEASE_TURNS = 4
 """How often a leased row is looked at before it is given back."""
-END_S = 15.0
+END_S = 60.0
 """What has been begun ends within that, whatever has become of disk and keeper."""
 
 right_row = functools.lru_cache(256)(payload)
@@ -76,15 +78,24 @@ class Life:
         """Come with what was written into rows that were asked for; not looked at yet."""
         self._turns_left = 0
         self._counts = dict.fromkeys(("published", "into_asked", "read", "attended", "missed", "untaken"), 0)
-        self._last = dict.fromkeys(("published", "read", "attended"), time.monotonic())
+        self._clock = OwnTime()
+        self._starved_s = starved_s()
+        """Until this turn."""
+        self._last = dict.fromkeys(("published", "read", "attended"), self._now())
         self._gaps_s = dict.fromkeys(self._last, 0.0)
         self._call_s = 0.0
 
     def run(self, seed: int, blocks_max: int, wait_s: float) -> dict[str, object]:
         """Live for `wait_s`, writing up to `blocks_max` blocks a tier; what was done, and the longest of everything."""
+        with own_time() as self._clock:
+            self._last = dict.fromkeys(self._last, self._now())
+            return self._run(seed, blocks_max, wait_s)
+
+    def _run(self, seed: int, blocks_max: int, wait_s: float) -> dict[str, object]:
         self._chance.seed(seed)
         end = time.monotonic() + wait_s
         while time.monotonic() < end:
+            self._starved_s = starved_s()
             for tier, side in self._sides.items():
                 self._write(side, seed, blocks_max)
                 self._read(side)
@@ -203,9 +214,17 @@ class Life:
         self._close_gap(what)
 
     def _close_gap(self, what: str) -> None:
-        now = time.monotonic()
-        self._gaps_s[what] = max(self._gaps_s[what], now - self._last[what])
-        self._last[what] = now
+        self._gaps_s[what] = self._longer(self._last[what], self._gaps_s[what])
+        self._last[what] = self._now()
+
+    def _now(self) -> tuple[float, float]:
+        """What this process has had, and what its threads had waited for a CPU when the turn began, in seconds."""
+        return self._clock.seconds, self._starved_s
+
+    def _longer(self, since: tuple[float, float], longest_s: float) -> float:
+        """The longer of `longest_s` and what has passed since then, not counting waits for a CPU."""
+        passed_s = self._clock.seconds - since[0]
+        return longest_s if passed_s <= longest_s else max(longest_s, passed_s - (starved_s() - since[1]))
 
     def _finish(self) -> None:
         """End what was begun. Rows whose leases come late are looked at, too: a keeper may not get to run for 2 s."""
@@ -226,9 +245,9 @@ class Life:
         return self._question is not None or bool(self._held)
 
     def _timed(self, function: Callable[..., Value], *arguments: object) -> Value:
-        begun = time.monotonic()
+        begun = self._now()
         value = function(*arguments)
-        self._call_s = max(self._call_s, time.monotonic() - begun)
+        self._call_s = self._longer(begun, self._call_s)
         return value
 
 

@@ -236,7 +236,7 @@ def _cycles(disk: Disk, count: int, chance: random.Random) -> dict[str, object]:
             try:
                 user = nvme_user(disk.path / "cache", NVME_BYTES, disk.calls, journal_calls=ledger)
             except (ShelfError, OSError):
-                assert early and off.wait(10), "the shelf does not open"
+                assert early and off.wait(60), "the shelf does not open"
                 numbers["cut while opening"] += 1
                 disk.back()
                 continue

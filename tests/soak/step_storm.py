@@ -24,6 +24,8 @@ PRELUDE_SEED, SCRIPT_SEED, LIFE_SEED = 1, 2, 100
 LIFE_S = 0.5
 LIFE_BLOCKS_MAX = 3
 PAUSE_MAX_S = 2.0
+COME_S = 3.0
+"""What a keeper may take to the step at which it dies, once all is done that leads there."""
 
 
 def keeper_steps(count: int, seed: int, scratch: Path) -> Numbers:
@@ -84,7 +86,7 @@ def _keeper_step(nursery: Nursery, path: Path, step: int, slots: int) -> int:
         assert all(answers), "nobody was reading"
         if not step:
             keeper.signal(signal.SIGUSR2)
-        came = step > 0 and keeper.wait(0.5)
+        came = step > 0 and keeper.wait(COME_S)
         if came:
             crew.join(keeper.pid)
         assert [other("leased", "dram") for other in others] == [PRELUDE] * 2
@@ -97,7 +99,7 @@ def _keeper_step(nursery: Nursery, path: Path, step: int, slots: int) -> int:
                 next_keeper.drop()  # an engine was faster and has started one
             crew.settle()
         crew.close()
-        assert step or keeper.wait(30)
+        assert step or keeper.wait(60)
     return int(came) if step else int(count_path.read_text())
 
 

@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.own_time import starved_s
 from tests.rows import SLOT_BYTES
 from tests.soak import footprint
 from tests.soak.crew import BOTH, Crew, kill
@@ -33,6 +34,7 @@ class _Tally:
 
     kills: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CHANCES, 0))
     keeper_back_s: list[float] = field(default_factory=list)
+    """Until all had joined the next one, not counting what it and the engines waited for a CPU."""
     worst_share: float = 1.0
     hits: int = 0
     asked: int = 0
@@ -85,7 +87,7 @@ def _cycle(crew: Crew, tally: _Tally, chance: random.Random, seed: int) -> None:
     if what != ONE:
         keeper = crew.last_keeper
         kill(keeper)
-    killed_at = time.monotonic()
+    killed_at, starved = time.monotonic(), {engine.pid: starved_s(engine.pid) for engine in crew.engines}
     for place in places:
         crew.engines[place].strike()
     for place, engine in enumerate(crew.engines):
@@ -103,7 +105,8 @@ def _cycle(crew: Crew, tally: _Tally, chance: random.Random, seed: int) -> None:
         crew.add(place)
     crew.join(keeper)
     if keeper:
-        tally.keeper_back_s.append(time.monotonic() - killed_at)
+        back_s = time.monotonic() - killed_at - starved_s(crew.last_keeper)
+        tally.keeper_back_s.append(back_s - sum(starved_s(e.pid) - starved.get(e.pid, 0.0) for e in crew.engines))
 
 
 def _look(crew: Crew, tally: _Tally, dram_bytes: int) -> None:
