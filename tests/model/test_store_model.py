@@ -307,7 +307,7 @@ def test_the_same_holds_with_real_threads_and_a_journal(seed: int, tmp_path: Pat
     for _ in range(STEPS):
         oracle.step()
     oracle.let_go()
-    end = time.monotonic() + 30
+    end = time.monotonic() + 60
     while (store.busy or store.stats()["waiting_writes"]) and time.monotonic() < end:
         oracle.now += 10.0
         store.poll(oracle.now)

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import pytest
 
 from kvtier.errors import CheckpointError, InvalidRequest
 from kvtier.tokens import ChatTemplate, RenderLimits, Tokenizer, checked_messages
+from tests.own_time import own_time
 from tests.tiny import make_tokenizer
 
 SMOLLM2 = Path(__file__).parents[2] / ".cache" / "models" / "smollm2"
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 USER = [{"role": "user", "content": " Hi <b> & “you”\n"}]
 CHAT = [{"role": "system", "content": "Be short."}, *USER, {"role": "assistant", "content": "Hello."}, *USER]
-LIMITS = RenderLimits(characters_max=10_000, steps_max=10_000, render_s=1.0)
+LIMITS = RenderLimits(characters_max=10_000, steps_max=10_000, render_s=60.0)
 
 LLAMA2 = """{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}
 {% set system = messages[0].content %}{% else %}{% set loop_messages = messages %}{% endif %}
@@ -137,10 +137,9 @@ def test_the_sandbox_holds(source: str) -> None:
     ],
 )  # fmt: skip
 def test_runaway_templates_are_stopped(source: str, word: str) -> None:
-    started = time.monotonic()
-    with pytest.raises(InvalidRequest, match=word):
+    with own_time() as clock, pytest.raises(InvalidRequest, match=word):
         render(source, limits=LIMITS)
-    assert time.monotonic() - started < 5
+    assert clock.seconds < 5
 
 
 def test_a_slow_template_is_stopped_by_the_clock() -> None:

@@ -105,7 +105,7 @@ def test_a_ferry_names_a_place_once_its_bytes_are_there_and_rings() -> None:
     bell.clear()
     ferry._copies[False] = Copies(late, 4, ferry._watch.watch)
     ferry.start(3, 2, upward=False)
-    assert bell.wait(30) and rung[-1] == "kvtier-copies", "the watch waits for what is under way"
+    assert bell.wait(60) and rung[-1] == "kvtier-copies", "the watch waits for what is under way"
     assert ferry.ended() == [3] and ferry.memory[3 * row_bytes] == 5
     assert ferry.close(0.0)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -77,7 +76,7 @@ def test_close_gives_every_request_in_flight_a_final_event(checkpoint: Path) -> 
         closer.start()
         wait_for(lambda: not engine.healthy)
         gate.open()
-        closer.join(30)
+        closer.join(60)
         assert not closer.is_alive()
         assert [sink.final().finish_reason for sink in sinks] == [FinishReason.CANCELLED] * 6
     with pytest.raises(Unavailable, match="shutting down"):
@@ -105,7 +104,7 @@ def test_close_fails_what_a_hung_pass_keeps_and_ends_in_time(checkpoint: Path) -
         with pytest.raises(Unavailable, match="shutting down"):
             stream.collect()
         gate.open()
-        engine._loop._thread.join(30)
+        engine._loop._thread.join(60)
         assert not engine._loop._thread.is_alive() and [len(sink.events) for sink in sinks] == [1] * 4
 
 
@@ -137,10 +136,10 @@ def test_close_writes_down_what_waits_and_the_next_engine_finds_it(
         [first] = engine.generate([prompt], GREEDY)
         closer = threading.Thread(target=engine.close)
         closer.start()
-        engine._loop._thread.join(30)
+        engine._loop._thread.join(60)
         assert not engine._loop._thread.is_alive() and engine.stats()["waiting_writes"] >= 4
         calls.release()
-        closer.join(30)
+        closer.join(60)
         assert not closer.is_alive()
         assert engine.stats()["waiting_writes"] == engine.stats()["writing_blocks"] == 0
     end_keepers(cache)  # and DRAM with it
@@ -163,7 +162,7 @@ def test_what_is_wrong_with_the_configuration_of_a_shelf_ends_the_start(
 
 
 def wait_for_event(event: threading.Event) -> None:
-    assert event.wait(30)
+    assert event.wait(60)
 
 
 def test_a_bug_fails_every_request_once_and_the_engine_says_it_is_down(checkpoint: Path) -> None:
@@ -195,8 +194,9 @@ def test_a_bug_fails_every_request_once_and_the_engine_says_it_is_down(checkpoin
         with pytest.raises(Unavailable):
             engine.evict("hbm")
         assert not engine._loop._live and engine.stats()["hbm_blocks_total"] > 0
-        started = time.monotonic()
-    assert time.monotonic() - started < 5
+        with own_time() as clock:
+            engine.close()
+            assert clock.seconds < 5
 
 
 def test_a_bug_ends_an_evict_that_waits(checkpoint: Path) -> None:
@@ -279,7 +279,7 @@ class SlowDisk:
         if self.calls == 1:
             raise ShelfError("the disk is not there yet")
         self.entered.set()
-        assert self.let.wait(30)
+        assert self.let.wait(60)
         self.shelves.append(open_nvme_shelf(*args, **kwargs))
         return self.shelves[-1]
 
@@ -297,7 +297,7 @@ def test_requests_are_served_while_a_shelf_opens_and_numbers_are_given(
 ) -> None:
     with opened(checkpoint, tiers__nvme__bytes="8MiB", tiers__nvme__path=tmp_path / "cache", sharing=False) as engine:
         engine.generate([PROMPTS[0]], GREEDY)
-        assert slow_disk.entered.wait(10)
+        assert slow_disk.entered.wait(60)
         assert len(engine.generate(PROMPTS, GREEDY)) == len(PROMPTS)
         assert "nvme_slots_total" not in engine.stats() and not slow_disk.shelves
         slow_disk.let.set()
@@ -310,9 +310,10 @@ def test_a_shelf_that_opens_after_the_close_is_closed_and_its_directory_free_aga
 ) -> None:
     with opened(checkpoint, tiers__nvme__bytes="8MiB", tiers__nvme__path=tmp_path / "cache", sharing=False) as engine:
         engine.generate([PROMPTS[0]], GREEDY)
-        assert slow_disk.entered.wait(10)
-        started = time.monotonic()
-    assert time.monotonic() - started < 5
+        assert slow_disk.entered.wait(60)
+        with own_time() as clock:
+            engine.close()
+            assert clock.seconds < 5
     slow_disk.let.set()
     wait_for(lambda: not any(thread.name == "kvtier-opener" for thread in threading.enumerate()))
     assert len(slow_disk.shelves) == 1 and slow_disk.shelves[0]._closed

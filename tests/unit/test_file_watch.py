@@ -17,7 +17,7 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_looks_again_and_again_and_tells_of_a_loss_once() -> None:
     answers, woken = [True, True, False], threading.Event()
     watch = FileWatch(lambda: answers.pop(0), woken.set)
-    assert woken.wait(10) and watch.gone and answers == []
+    assert woken.wait(60) and watch.gone and answers == []
     assert watch.close(10.0)
 
 
@@ -29,7 +29,7 @@ def test_it_ends_without_a_word_while_all_is_well() -> None:
         return True
 
     watch = FileWatch(is_well, woken.set)
-    assert looked.wait(10) and watch.close(10.0)
+    assert looked.wait(60) and watch.close(10.0)
     assert not watch.gone and not woken.is_set()
 
 
@@ -38,8 +38,8 @@ def test_a_look_that_hangs_holds_up_nobody() -> None:
 
     def is_well() -> bool:
         looking.set()
-        return let.wait(30)
+        return let.wait(60)
 
     watch = FileWatch(is_well, lambda: None)
-    assert looking.wait(10) and not watch.close(0.01) and not watch.gone
+    assert looking.wait(60) and not watch.close(0.01) and not watch.gone
     let.set()

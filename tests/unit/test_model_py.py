@@ -120,7 +120,7 @@ class Sender:
 
     def error(self) -> TritonError:
         """The error of the one response."""
-        assert self.done.wait(30)
+        assert self.done.wait(60)
         [response] = self.responses
         assert response.error is not None
         return response.error
@@ -219,7 +219,7 @@ def test_a_batch_of_two_prompts_is_refused_and_one_is_answered(served: Any) -> N
         error = refused.sender.error()
         text = f"INVALID_ARGUMENT: {name}: a request holds a batch of 1, got 2"
         assert (error.code, error.message) == ("INVALID_ARG", text)
-    assert good.sender.done.wait(30)
+    assert good.sender.done.wait(60)
     [response] = good.sender.responses
     assert response.error is None and response.tensors["output_ids"].shape == (1, 2)
 
@@ -248,7 +248,7 @@ def test_a_level_beyond_those_of_the_model_is_refused(served: Any) -> None:
     right = FakeRequest({"priority": 3}, input_ids=ids(1, 3), max_tokens=np.array([[1]], np.int32))
     served.execute([wrong, right])
     assert wrong.sender.error().message == "INVALID_ARGUMENT: priority: must be from 0 to 3, got 1000000"
-    assert right.sender.done.wait(30) and right.sender.responses[0].error is None
+    assert right.sender.done.wait(60) and right.sender.responses[0].error is None
 
 
 @pytest.mark.parametrize(
@@ -423,10 +423,10 @@ def test_clients_are_still_seen_as_gone_after_one_could_not_be_asked(model: Any)
     slow, slow_handle = watched(model, [False, False, False, True])
     for delivery in (broken, slow):
         watch.add(delivery)
-    assert slow_handle.cancelled.wait(10), "the watch has died"
+    assert slow_handle.cancelled.wait(60), "the watch has died"
     late, late_handle = watched(model, [True])
     watch.add(late)
-    assert late_handle.cancelled.wait(10)
+    assert late_handle.cancelled.wait(60)
     wait_for(lambda: not watch._watched)
     assert not broken_handle.cancelled.is_set(), "its client may well be there"
     watch.close(10)
@@ -480,7 +480,7 @@ def test_numbers_that_stand_still_report_the_engine_as_down_until_they_move_agai
 def test_a_server_whose_metrics_hang_fails_the_start(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model, "CLOSE_S", 0.02)
     let = threading.Event()
-    MetricFamily.fail = staticmethod(lambda _: not let.wait(10))  # type: ignore[assignment]
+    MetricFamily.fail = staticmethod(lambda _: not let.wait(60))  # type: ignore[assignment]
     with pytest.raises(RuntimeError, match="metrics take no numbers"):
         model.Publisher(FakeEngine(), "m", "m_0_0")
     let.set()

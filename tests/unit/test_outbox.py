@@ -38,12 +38,12 @@ def test_what_waits_for_a_slow_sink_comes_as_one_event() -> None:
 
     def sink(item: TokenEvent) -> None:
         entered.set()
-        assert gate.wait(10)
+        assert gate.wait(60)
         seen.append(item)
 
     box = Mailbox(sink, lambda: None)
     outbox.post(0, box, event(0))
-    assert entered.wait(10)
+    assert entered.wait(60)
     for token in range(1, 50):
         outbox.post(0, box, event(token, final=token == 49))
     gate.set()
@@ -74,7 +74,7 @@ def test_a_sink_that_raises_is_reported_once_and_others_of_its_sender_go_on(capl
     for token in range(5):
         outbox.post(0, bad, event(token))
         outbox.post(1, good, event(token))
-    assert broken.get(timeout=10) == "broken"
+    assert broken.get(timeout=60) == "broken"
     outbox.close(10.0)
     assert broken.empty() and [token for item in seen for token in item.token_ids] == list(range(5))
 
@@ -89,4 +89,4 @@ def test_close_leaves_a_sink_that_hangs_behind_after_the_deadline() -> None:
 
 
 def assert_set(gate: threading.Event) -> None:
-    assert gate.wait(10)
+    assert gate.wait(60)

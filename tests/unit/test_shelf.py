@@ -170,7 +170,7 @@ def test_when_the_breaker_opens_transfers_that_have_not_started_give_their_memor
     tickets = user.shelf.read([ReadItem(record, aligned(LAYOUT.row_bytes)) for record in records])
     started = time.monotonic()
     while calls.count(Call.READ) < IO.readers:
-        assert time.monotonic() - started < 20
+        assert time.monotonic() - started < 60
     user.shelf.poll(user.now)
     user.now += 1.5
     ended = [*user.shelf.poll(user.now), *user.shelf.poll(user.now)]
@@ -191,7 +191,7 @@ def test_reads_that_have_not_begun_can_be_let_go_of_and_the_shelf_reads_on(make:
     tickets = user.shelf.read([ReadItem(record, aligned(LAYOUT.row_bytes)) for record in records])
     started = time.monotonic()
     while calls.count(Call.READ) < begun + IO.readers:
-        assert time.monotonic() - started < 20
+        assert time.monotonic() - started < 60
     user.shelf.cancel_reads()
     ended = {end.ticket: end.outcome for end in user.shelf.poll(user.now)}
     assert ended == dict.fromkeys(tickets[IO.readers :], ShelfOutcome.REFUSED)
@@ -529,7 +529,7 @@ def test_opening_and_closing_leaks_neither_threads_nor_descriptors(tmp_path: Pat
             nvme_user(tmp_path / "cache", calls=failing)
         if round_number == 1:
             before = threads_and_descriptors()  # a worker that is on its way out may count as well
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while not no_more_than(before) and time.monotonic() < end:
         time.sleep(0.001)
     assert no_more_than(before), (threads_and_descriptors(), before)

@@ -56,7 +56,7 @@ class Desk:
         self.stager.check()
 
     def wait(self, condition: Callable[[], bool]) -> None:
-        end = time.monotonic() + 20
+        end = time.monotonic() + 60
         while not condition():
             assert time.monotonic() < end, "it never comes to that"
             self.user._bell.wait(0.02)

@@ -105,7 +105,7 @@ def poll(tiers: SteppedTiers, now: float) -> None:
     """Poll once, and let the opener that this may have sent off end."""
     tiers.store.poll(now)
     for thread in openers():
-        thread.join(10)
+        thread.join(60)
 
 
 def test_rows_that_no_keeper_answers_for_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +182,7 @@ class SlowOpener:
     def __call__(self) -> Shelf | None:
         self.calls += 1
         self.entered.set()
-        assert self.let.wait(30)
+        assert self.let.wait(60)
         return self.shelf
 
 
@@ -192,7 +192,7 @@ def test_an_opener_that_waits_for_its_disk_holds_up_no_poll_and_is_the_only_one(
     tiers.store.open_shelf(Tier.NVME, opener)
     for turn in range(20):
         tiers.store.poll(turn * RETRY_S)
-    assert opener.entered.wait(10) and opener.calls == 1 and "nvme" not in tiers.store.capacities()
+    assert opener.entered.wait(60) and opener.calls == 1 and "nvme" not in tiers.store.capacities()
     opener.let.set()
     poll(tiers, 1000.0)
     tiers.store.poll(1000.0)
@@ -225,15 +225,15 @@ def test_a_shelf_that_opens_while_the_store_closes_is_closed_again(seen: bool, t
     opener = SlowOpener(away_shelf(tmp_path))
     tiers.store.open_shelf(Tier.NVME, opener)
     tiers.store.poll(0.0)
-    assert opener.entered.wait(10)
+    assert opener.entered.wait(60)
     if seen:
         opener.let.set()
         for thread in openers():
-            thread.join(10)
+            thread.join(60)
     tiers.store.close(1.0)
     opener.let.set()
     for thread in openers():
-        thread.join(10)
+        thread.join(60)
     assert opener.shelf is not None and opener.shelf._closed
 
 

@@ -106,7 +106,7 @@ class Scene:
     def run(self, suspended: SuspendedPass) -> list[Advance]:
         """Advance to the end; what came of each layer, waits left out."""
         came: list[Advance] = []
-        end = time.monotonic() + 20
+        end = time.monotonic() + 60
         while not came or came[-1] is Advance.RAN:
             assert time.monotonic() < end, came
             advance = suspended.advance(time.monotonic())

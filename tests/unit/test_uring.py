@@ -346,7 +346,7 @@ if child == 0:
     taken = engine.submit([read])
     os._exit(1 if left or taken or engine.room(Operation.READ) or engine.close(1.0) else 0)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-assert engine.submit([read]) == 1 and ended.wait(20)
+assert engine.submit([read]) == 1 and ended.wait(60)
 assert engine.poll()[0].moved_bytes == 4096 and engine.close(10.0) == 0
 """
 
@@ -367,5 +367,5 @@ def test_what_an_engine_dropped_while_it_moves_bytes_was_given_stays_until_they_
     assert engine.close(0.0) == 1
     del engine
     calls.release()
-    assert rung.wait(20) and bytes(target) == b"x" * PAGE
+    assert rung.wait(60) and bytes(target) == b"x" * PAGE
     os.close(descriptor)
