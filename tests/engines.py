@@ -70,7 +70,7 @@ class Gate:
     def _run(self, parts: Sequence[ScheduledSequence]) -> list[int]:
         self.passes.append([(part.sequence.number, part.count) for part in parts])
         if not self._open:
-            assert self._permits.acquire(timeout=60)
+            assert self._permits.acquire(timeout=120)
         return self._inner(parts)
 
     def let(self, count: int) -> None:
@@ -82,7 +82,7 @@ class Gate:
         self._permits.release()
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+def wait_for(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     end = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end, "it never comes to that"

@@ -30,11 +30,11 @@ class SharingEngine:
         self._bell = Bell()
         budgets = (dram_slots * SLOT_BYTES, NVME_BYTES)
         self.shared = SharedShelves(LAYOUT, NAMESPACE, path, budgets, IO, self._bell, linger_s, "lru")
-        assert self.shared.try_open(30), self.shared.refusal
+        assert self.shared.try_open(60), self.shared.refusal
         self.users = {tier.value: ShelfUser(shelf, self._bell) for tier, shelf in self.shared.shelves.items()}
         assert set(self.users) == {"dram", "nvme"}
 
-    def write(self, tier: str, hashes: Sequence[bytes], retention: Retention = PLAIN, timeout_s: float = 20.0) -> None:
+    def write(self, tier: str, hashes: Sequence[bytes], retention: Retention = PLAIN, timeout_s: float = 60.0) -> None:
         """Write blocks as one chain until all are there."""
         user, end = self.users[tier], time.monotonic() + timeout_s
         while left := [place for place, h in enumerate(hashes) if not user.shelf.holds(h)]:
@@ -51,7 +51,7 @@ class SharingEngine:
         shelf.poll(time.monotonic())
         return [record for block_hash in hashes for record in shelf.find([block_hash])]
 
-    def wait_for(self, tier: str, true: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    def wait_for(self, tier: str, true: Callable[[], bool], timeout_s: float = 60.0) -> None:
         """Listen to the keeper until something is true."""
         end = time.monotonic() + timeout_s
         while not true():

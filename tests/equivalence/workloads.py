@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -175,13 +176,15 @@ def run_workload(config: EngineConfig, rounds: list[Round], device: Device | Non
 class Collector:
     """Submits one request and gathers its tokens."""
 
-    def __init__(self, engine: Engine, ask: Ask) -> None:
+    def __init__(self, engine: Engine, ask: Ask, now: Callable[[], float] = time.monotonic) -> None:
+        """`now` is the clock of `submitted_at` and `ended_at`."""
         self.ask = ask
         self.token_ids: list[int] = []
         self._ready = threading.Event()
         self._done = threading.Event()
         self._events = 0
-        self.submitted_at = time.monotonic()
+        self._now = now
+        self.submitted_at = now()
         self.ended_at = self.submitted_at
         self._handle = engine.submit(Request(ask.prompt, ask.params, **ask.cache), self._take)
         self._ready.set()
@@ -192,7 +195,7 @@ class Collector:
         self.token_ids.extend(event.token_ids)
         if event.finish_reason is not None:
             self._last = event
-            self.ended_at = time.monotonic()
+            self.ended_at = self._now()
             self._done.set()
         elif self.ask.cancel_after is not None and self._events >= self.ask.cancel_after:
             self._handle.cancel()

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from engines import wait_for
 from fakes import flip_byte
 from tiny import make_checkpoint
 from workloads import Collector, Recorder, Round, check_each_step, make_workload
@@ -27,7 +28,7 @@ from kvtier.cache_directory import free_disk_bytes
 from kvtier.io.faulty import Call, Effect, Fault, FaultyCalls
 from kvtier.shelf import Shelf, ShelfLimits
 from kvtier.shelves import open_dram_shelf, open_nvme_shelf
-from tests.own_time import own_time
+from tests.own_time import OwnTime, own_time
 
 BLOCK = 16
 LAYOUT = KVLayout(3, 2, 16, BLOCK, "float32")
@@ -66,10 +67,15 @@ def workloads(checkpoint: Path) -> list[Workload]:
 
 
 @pytest.fixture(autouse=True)
-def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A drain into a shelf that takes nothing is given up soon, and a shelf that is away is asked for often."""
-    monkeypatch.setattr("kvtier.loop.DRAIN_S", 0.5)
+def _persistent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shelf that is away is asked for often."""
     monkeypatch.setattr("kvtier.reopening.RETRY_S", 0.05)
+
+
+@pytest.fixture
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drain into a shelf that takes nothing is given up soon."""
+    monkeypatch.setattr("kvtier.loop.DRAIN_S", 0.5)
 
 
 def config(
@@ -87,7 +93,7 @@ def config(
         "sharing": False,
         "tiers.nvme.path": cache,
         "tiers.nvme.wait_s": 0,
-        "tiers.fetch_deadline_s": DEADLINE_S,
+        "tiers.fetch_deadline_s": 60,  # a crowded machine is not late, but for who asks for less
         "tiers.load": "always",
         "tiers.pin_share": 0,  # what is pinned in DRAM is not read from NVMe
         "io.readers": 1,
@@ -99,14 +105,14 @@ def config(
 def inject(
     monkeypatch: pytest.MonkeyPatch, tiers: Sequence[Tier], faults: Sequence[Fault], limits: ShelfLimits | None = None
 ) -> FaultyCalls:
-    """The next engines' shelves of `tiers` make their system calls through one script of faults."""
-    calls = FaultyCalls(faults)
+    """The next engines' shelves of `tiers` make their system calls by this script, each for itself; the last one's."""
     openers: dict[Tier, tuple[str, Callable[..., Shelf]]] = {
         Tier.DRAM: ("kvtier.assembly.open_dram_shelf", open_dram_shelf),
         Tier.NVME: ("kvtier.assembly.open_nvme_shelf", open_nvme_shelf),
     }
     for tier in tiers:
         name, opener = openers[tier]
+        calls = FaultyCalls(faults)
         monkeypatch.setattr(name, functools.partial(opener, calls=calls, limits=limits))
     return calls
 
@@ -115,20 +121,26 @@ def serve(engine: Engine, rounds: Sequence[Round]) -> list[Answer]:
     """Answers to all requests, in order; none may fail. The books are checked after every step."""
     check_each_step(engine)
     recorder = Recorder(engine)
-    answers: list[Answer] = []
-    for turn in rounds:
-        for tier in turn.evict:
-            engine.evict(tier)
-        collectors = [Collector(engine, ask) for ask in turn.asks]
-        for collector in collectors:
-            event = collector.wait()
-            assert event.error is None, event.error
-            assert event.usage is not None and sum(event.usage.origin.as_dict().values()) == len(collector.ask.prompt)
-            number = collector._handle.number
-            rows = [recorder.rows[number, index] for index in range(len(collector.token_ids))]
-            seconds = collector.ended_at - collector.submitted_at
-            answers.append(Answer(collector.token_ids, torch.stack(rows), seconds))
+    with own_time() as clock:
+        answers = [answer for turn in rounds for answer in serve_round(engine, turn, recorder, clock)]
     assert engine.healthy
+    return answers
+
+
+def serve_round(engine: Engine, turn: Round, recorder: Recorder, clock: OwnTime) -> list[Answer]:
+    """Answers to the requests of a round, which come together."""
+    answers: list[Answer] = []
+    for tier in turn.evict:
+        engine.evict(tier)
+    collectors = [Collector(engine, ask, lambda: clock.seconds) for ask in turn.asks]
+    for collector in collectors:
+        event = collector.wait()
+        assert event.error is None, event.error
+        assert event.usage is not None and sum(event.usage.origin.as_dict().values()) == len(collector.ask.prompt)
+        number = collector._handle.number
+        rows = [recorder.rows[number, index] for index in range(len(collector.token_ids))]
+        seconds = collector.ended_at - collector.submitted_at
+        answers.append(Answer(collector.token_ids, torch.stack(rows), seconds))
     return answers
 
 
@@ -141,7 +153,7 @@ def assert_same(found: Sequence[Answer], expected: Sequence[Answer]) -> None:
 
 def failures(engine: Engine, reason: str) -> dict[Tier, int]:
     """Shelf failures of one reason by tier, from the metrics, once they are published."""
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     tiers = [tier for tier in (Tier.DRAM, Tier.NVME) if f"{tier.value}_slots_total" in engine.stats()]
     late = engine._store._promoter.late_counts if reason == "late" else dict.fromkeys(Tier, 0)
     while time.monotonic() < end:
@@ -169,6 +181,7 @@ SCRIPTS: dict[str, tuple[list[Fault], str]] = {
 }
 
 
+@pytest.mark.usefixtures("_impatient")
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("tiers", [(Tier.DRAM,), (Tier.NVME,), (Tier.DRAM, Tier.NVME)], ids=["dram", "nvme", "both"])
 def test_faults_below_the_shelves_change_no_token_and_are_counted(
@@ -182,20 +195,24 @@ def test_faults_below_the_shelves_change_no_token_and_are_counted(
     faults, reason = SCRIPTS[script]
     rounds, expected = workloads[len(tiers) - 1]
     inject(monkeypatch, tiers, faults)
-    with Engine(config(checkpoint, tmp_path / "cache")) as engine:
+    deadline_s = DEADLINE_S if reason == "late" else 60
+    with Engine(config(checkpoint, tmp_path / "cache", tiers__fetch_deadline_s=deadline_s)) as engine:
         assert_same(serve(engine, rounds), expected)
         if reason:
             counted = failures(engine, reason)
-            assert all((counted[tier] > 0) == (tier in tiers) for tier in counted), counted
+            assert all(counted[tier] > 0 for tier in tiers), counted
+            assert reason == "late" or not any(counted[tier] for tier in counted if tier not in tiers), counted
         else:
             assert engine.stats()["dram_reads"] + engine.stats()["nvme_reads"] > 5
 
 
+LATE = {"tiers__fetch_deadline_s": DEADLINE_S}
 HUNG = ShelfLimits(late_s=0.3, pause_s=0.5)
 ANSWER_S = 6.0
 """Much less than the 30 s after which a request is given up, much more than deadlines and a crowded machine cost."""
 
 
+@pytest.mark.usefixtures("_impatient")
 @pytest.mark.parametrize("call", [Call.READ, Call.WRITE])
 @pytest.mark.parametrize("first", [1, 5], ids=["from the start", "later"])
 @pytest.mark.parametrize("dram", [DRAM_BLOCKS, 0], ids=["with DRAM", "without DRAM"])
@@ -209,7 +226,7 @@ def test_a_disk_that_hangs_for_good_costs_a_deadline_and_no_request_though_hbm_i
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls = inject(monkeypatch, (Tier.NVME,), [], HUNG)
-    engine = Engine(config(checkpoint, tmp_path / "cache", hbm=HBM_BLOCKS + (dram == 0), dram=dram))
+    engine = Engine(config(checkpoint, tmp_path / "cache", hbm=HBM_BLOCKS + (dram == 0), dram=dram, **LATE))
     first += calls.count(call)
     calls.inject([Fault(call, first, Effect.HANG, sticky=True)])
     try:
@@ -218,10 +235,9 @@ def test_a_disk_that_hangs_for_good_costs_a_deadline_and_no_request_though_hbm_i
             assert_same(answers, expected)
             assert max(answer.seconds for answer in answers) < ANSWER_S, [answer.seconds for answer in answers]
         assert failures(engine, "late")[Tier.NVME] > 0 and calls.count(call) >= first
-        kept = engine._store.slot_count - engine._store.available_count
-        assert kept <= engine._store.slot_count - engine._store.usable_count, f"{kept} slots are kept by hung transfers"
-        if dram and call is Call.WRITE:
-            assert kept == 0, "with DRAM a hung write keeps no HBM"
+        store = engine._store
+        kept_max = 0 if dram and call is Call.WRITE else store.slot_count - store.usable_count
+        wait_for(lambda: store.slot_count - store.available_count <= kept_max)  # with DRAM a hung write keeps no HBM
         with own_time() as clock:
             engine.close(0.5)
             assert clock.seconds < 5
@@ -230,17 +246,18 @@ def test_a_disk_that_hangs_for_good_costs_a_deadline_and_no_request_though_hbm_i
         engine.close()
 
 
+@pytest.mark.usefixtures("_impatient")
 def test_a_disk_that_hangs_and_comes_back_is_used_again(
     checkpoint: Path, workloads: list[Workload], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rounds, expected = workloads[0]
     script = [Fault(call, 6, Effect.HANG, sticky=True) for call in (Call.READ, Call.WRITE)]
     calls = inject(monkeypatch, (Tier.NVME,), script, HUNG)
-    with Engine(config(checkpoint, tmp_path / "cache")) as engine:
+    with Engine(config(checkpoint, tmp_path / "cache", **LATE)) as engine:
         assert_same(serve(engine, rounds), expected)
         calls.inject([])
         calls.release()
-        writes, end = engine.stats()["nvme_writes"], time.monotonic() + 20
+        writes, end = engine.stats()["nvme_writes"], time.monotonic() + 60
         seed = 0
         while engine.stats()["nvme_writes"] < writes + 10:
             assert time.monotonic() < end, "nothing is written to the disk that works again"
@@ -288,7 +305,10 @@ def test_rows_corrupted_behind_the_engine_s_back_are_misses(
         assert sum(failures(engine, "bad_row").values()) > 0
 
 
-def test_a_slab_truncated_underneath_is_a_miss(checkpoint: Path, workloads: list[Workload], tmp_path: Path) -> None:
+def test_a_slab_truncated_underneath_is_a_miss(
+    checkpoint: Path, workloads: list[Workload], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier.file_watch.WATCH_S", 600.0)  # who is noticed is opened anew, and counts from 0
     rounds, expected = workloads[1]
     with Engine(config(checkpoint, tmp_path / "cache")) as engine:
         first = serve(engine, rounds[:2])
@@ -382,7 +402,7 @@ def test_a_full_disk_is_said_and_the_shelf_comes_once_there_is_room(
 
 
 def wait_for_nvme(engine: Engine) -> None:
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while "nvme_slots_total" not in engine.stats():
         assert time.monotonic() < end, "the shelf is never tried again"
         engine.generate([[5]], SamplingParams(max_tokens=1))

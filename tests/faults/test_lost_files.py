@@ -15,7 +15,7 @@ from workloads import make_workload
 
 from kvtier import Engine, SamplingParams
 
-BACK_S = 30.0
+BACK_S = 120.0
 """From the loss to shelves that work, on a crowded machine: a look a second, another keeper, a try in five seconds."""
 
 PROMPT = [token % 200 + 3 for token in range(5 * BLOCK + 1)]
@@ -76,7 +76,7 @@ def test_lost_files_are_noticed_and_made_anew_under_a_running_engine(
     rounds = make_workload(5, BLOCK, 300, 9 * BLOCK, outputs=6)[:2]
     with Engine(config(model, None, 512, 0)) as engine:
         expected = serve(engine, rounds)
-    with Engine(config(model, cache, sharing=sharing, tiers__linger_s=1, tiers__nvme__wait_s=20)) as engine:
+    with Engine(config(model, cache, sharing=sharing, tiers__linger_s=1, tiers__nvme__wait_s=60)) as engine:
         assert_same(serve(engine, rounds), expected)
         origin(engine)
         assert origin(engine)["nvme"] == 5 * BLOCK
@@ -96,7 +96,7 @@ def test_lost_files_are_noticed_and_made_anew_under_a_running_engine(
 
 def test_two_engines_meet_again_over_new_files(tmp_path: Path) -> None:
     model, cache = make_checkpoint(tmp_path / "tiny", "llama"), tmp_path / "cache"
-    settings = {"sharing": True, "tiers__linger_s": 1, "tiers__nvme__wait_s": 20}
+    settings = {"sharing": True, "tiers__linger_s": 1, "tiers__nvme__wait_s": 60}
     with Engine(config(model, cache, **settings)) as busy, Engine(config(model, cache, **settings)) as idle:
         first = busy.generate([PROMPT], GREEDY)[0].token_ids
         lost_at = time.monotonic()

@@ -20,6 +20,7 @@ from kvtier.errors import ShelfError
 from kvtier.io.faulty import Call, Effect, Fault, FaultyCalls, seeded_faults
 from kvtier.shelf import ReadItem, ShelfDone, ShelfLimits, ShelfOutcome, WriteItem
 from kvtier.tiers.superblock import SUPERBLOCK_BYTES
+from tests.own_time import own_time
 from tests.rows import IO, LAYOUT, NVME_BYTES, SLOT_BYTES, ShelfUser, aligned, block_hashes, filled, nvme_user
 from tests.soak.damage import SlabFile
 
@@ -70,7 +71,10 @@ def test_a_rebuild_believes_no_header_in_the_wrong_place(tmp_path: Path) -> None
     again.shelf.close(10.0)
 
 
-def test_a_truncated_slab_gives_short_reads_and_opens_whole_again(tmp_path: Path) -> None:
+def test_a_truncated_slab_gives_short_reads_and_opens_whole_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier.file_watch.WATCH_S", 600.0)  # of a shelf whose loss is noticed nothing is read
     user = nvme_user(tmp_path / "cache")
     user.write(HASHES[:20])
     records = user.shelf.find(HASHES[:20])
@@ -152,7 +156,7 @@ def test_reads_go_on_while_a_full_disk_takes_no_writes(faulty: tuple[ShelfUser, 
 
 def until_called(calls: FaultyCalls, call: Call, count: int) -> None:
     """Wait until this many calls have begun: each worker is stuck in one then."""
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while calls.count(call) < count:
         assert time.monotonic() < end, calls.count(call)
         time.sleep(0.001)
@@ -206,9 +210,9 @@ def test_closing_over_a_hung_disk_ends_at_the_deadline_and_the_rows_are_there_la
     user.write(HASHES[:20])
     later(calls, Call.WRITE, Effect.HANG)
     user.shelf.write([WriteItem(HASHES[30], 0, filled(HASHES[30]))], user.now)
-    started = time.monotonic()
-    user.shelf.close(0.5)
-    assert time.monotonic() - started < 5
+    with own_time() as clock:
+        user.shelf.close(0.5)
+        assert clock.seconds < 5
     with pytest.raises(ShelfError, match="in use"):
         nvme_user(tmp_path / "cache")
     calls.release()
@@ -220,15 +224,13 @@ import time
 from pathlib import Path
 from kvtier.io.faulty import Call, Effect, Fault, FaultyCalls
 from kvtier.shelf import ReadItem, WriteItem
-from tests.rows import LAYOUT, aligned, block_hashes, filled, nvme_user
+from tests.rows import LAYOUT, aligned, block_hashes, filled, nvme_user, wait_for_journal
 
 calls, journal_calls = FaultyCalls(), FaultyCalls()
 user = nvme_user(Path(sys.argv[1]), calls=calls, journal_calls=journal_calls)
 hashes = block_hashes(24)
 user.write(hashes[:20])
-synced = journal_calls.count(Call.SYNC)
-while journal_calls.count(Call.SYNC) == synced:
-    time.sleep(0.001)
+wait_for_journal(Path(sys.argv[1]), hashes[:20])
 for seam, kinds in ((calls, (Call.READ, Call.WRITE)), (journal_calls, (Call.WRITE, Call.SYNC))):
     seam.inject([Fault(kind, seam.count(kind) + 1, Effect.HANG, sticky=True) for kind in kinds])
 reads, writes = calls.count(Call.READ), calls.count(Call.WRITE)
@@ -249,12 +251,11 @@ def test_a_process_with_reads_writes_and_journal_hung_ends_within_five_seconds_a
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         assert process.stdin is not None and process.stdout is not None
         assert process.stdout.readline() == "hung\n"
-        started = time.monotonic()
-        process.stdin.close()
-        assert process.wait(30) == 0
-        assert time.monotonic() - started < 5
-    user = nvme_user(tmp_path / "cache", wait_s=10.0)
-    assert user.hits(HASHES[:20]) >= 10, "all but what the journal had no time for"
+        with own_time() as clock:
+            process.stdin.close()
+            assert process.wait(60) == 0 and clock.seconds < 5
+    user = nvme_user(tmp_path / "cache", wait_s=60.0)
+    assert user.hits(HASHES[:20]) == 20
     user.shelf.close(10.0)
 
 
@@ -273,7 +274,7 @@ def test_a_killed_process_leaves_a_warm_shelf_without_a_wrong_row(tmp_path: Path
         hashes = block_hashes(10_000, seed)
         published = [hashes[int(line)] for line in lines if line.endswith("\n")][-40:]
         started = time.process_time()
-        user = nvme_user(tmp_path / "cache", wait_s=10.0)
+        user = nvme_user(tmp_path / "cache", wait_s=60.0)
         assert time.process_time() - started < 2
         told += len(published)
         found += user.hits(published)
@@ -335,7 +336,7 @@ def test_a_full_disk_is_refused_with_sums_and_used_once_there_is_room(small_disk
 
 
 def wait_for_text(caplog: pytest.LogCaptureFixture, text: str) -> None:
-    end = time.monotonic() + 30  # what the disk may take to be noticed
+    end = time.monotonic() + 60
     while text not in caplog.text:
         assert time.monotonic() < end, text
         time.sleep(0.01)

@@ -39,6 +39,8 @@ def test_verify_takes_no_row_for_bad_while_an_engine_evicts_and_writes(tmp_path:
         while written < 64:
             time.sleep(0.01)
         reports: list[Any] = [shelf_json("verify", engine.path) for _ in range(20)]
+        while written <= 100 and thread.is_alive():
+            time.sleep(0.01)
     finally:
         over.set()
         thread.join()
@@ -64,6 +66,8 @@ def test_rows_that_are_replaced_while_they_are_verified_are_not_bad(tmp_path: Pa
     thread.start()
     try:
         reports: list[Any] = [shelf_json("verify", tmp_path / "cache") for _ in range(3)]
+        while written < 80 and thread.is_alive():
+            reports.append(shelf_json("verify", tmp_path / "cache"))
     finally:
         over.set()
         thread.join()
@@ -100,12 +104,14 @@ def test_who_warms_a_shelf_never_reports_for_its_engines(tmp_path: Path) -> None
         [view] = desk.overview().layouts
         guest = Guest(desk, view)
         assert guest._seat.owner == 0 and second.shared.seat.owner == 1
+        guest._line._answer_s = 60.0
+        told: list[object] = [guest._line.hear()]
+        while not isinstance(told[-1], Numbers):
+            told.append(guest._line.hear())
         guest._line._answer_s = 3 * TICK_S
-        told: list[object] = []
         with pytest.raises(KeeperTrouble, match="does not answer"):
             told.extend(iter(guest._line.hear, None))
         guest.close()
-    assert any(isinstance(message, Numbers) for message in told)
     assert not any(isinstance(message, Reporter) for message in told)
     second.close()
 
@@ -117,7 +123,7 @@ def test_an_operator_does_not_keep_a_keeper_from_leaving(tmp_path: Path) -> None
     pid = line.pid
     ask_to_stop(alone.shared.seat.cache.top)
     alone.close()
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while os.path.exists(f"/proc/{pid}"):
         assert time.monotonic() < end
         time.sleep(0.02)

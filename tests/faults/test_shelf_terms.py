@@ -55,8 +55,8 @@ class User:
         self.shelf = user.shelf
         self._others = others
 
-    def put(self, hashes: Sequence[bytes], retention: Retention = PLAIN, give_up_s: float = 1.5) -> int:
-        """Write a chain in its order, a block at a time; how many were there at some time."""
+    def put(self, hashes: Sequence[bytes], retention: Retention = PLAIN, give_up_s: float = 60.0) -> int:
+        """Write a chain in its order, a block at a time, until one is not taken; how many were there at some time."""
         written = 0
         for block_hash in hashes:
             end = time.monotonic() + give_up_s
@@ -77,7 +77,7 @@ class User:
         """A number of the shelf's."""
         return self.shelf.stats()[name]
 
-    def until(self, true: Callable[[], bool], wait_s: float = 10.0) -> bool:
+    def until(self, true: Callable[[], bool], wait_s: float = 60.0) -> bool:
         """Poll until something is so."""
         end = time.monotonic() + wait_s
         while not true():
@@ -115,7 +115,7 @@ class Opener:
         bell = Bell()
         budgets = (SLOTS * SLOT_BYTES, NVME_BYTES)
         shared = SharedShelves(LAYOUT, NAMESPACE, self.path, budgets, IO, bell, 0.0, "lru", terms=(terms, terms))
-        assert shared.try_open(30.0), shared.refusal
+        assert shared.try_open(60), shared.refusal
         shelves = dict(shared.shelves)
 
         def end() -> None:
@@ -136,7 +136,7 @@ class Opener:
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as link:
             link.connect(str(self.path / "keeper.sock"))
             link.sendall(frame(Stop(PROTOCOL_VERSION)))
-        end = time.monotonic() + 20
+        end = time.monotonic() + 60
         while any(map(_runs, self._keepers)):
             assert time.monotonic() < end, "a keeper does not leave"
             time.sleep(0.01)
@@ -240,7 +240,7 @@ def test_a_tenant_at_its_quota_pays_with_its_own_rows(opener: Opener, tier: Tier
 def test_the_write_budget_holds_across_a_restart(opener: Opener) -> None:
     terms = Terms(write_bytes_day=10 * SLOT_BYTES + 1)
     user = opener.open(Tier.NVME, terms)
-    assert user.put(HASHES[:20], give_up_s=1.5) == 10
+    assert user.put(HASHES[:10]) == 10 and user.put(HASHES[10:20], give_up_s=1.5) == 0
     assert user.until(lambda: user.count("write_budget_refused") > 0)
     opener.close()
     user = opener.open(Tier.NVME, terms)
@@ -248,26 +248,29 @@ def test_the_write_budget_holds_across_a_restart(opener: Opener) -> None:
     assert user.held(HASHES[:20]) == 10
     opener.close()
     user = opener.open(Tier.NVME, Terms(write_bytes_day=12 * SLOT_BYTES))
-    assert user.put(HASHES[10:20], give_up_s=1.5) == 2
+    assert user.put(HASHES[10:12]) == 2 and user.put(HASHES[12:20], give_up_s=1.5) == 0
 
 
 @pytest.mark.parametrize("broken", ["journal", "nvme.slab"])
 def test_damage_does_not_give_a_day_s_writes_anew(opener: Opener, broken: str) -> None:
     user = opener.open(Tier.NVME, Terms(write_bytes_day=10 * SLOT_BYTES))
-    assert user.put(HASHES[:20], give_up_s=0.5) == 10
+    assert user.put(HASHES[:10]) == 10 and user.put(HASHES[10:20], give_up_s=0.5) == 0
     opener.close()
     [file] = opener.path.glob(f"*/{broken}")
     with file.open("r+b") as data:
         data.write(bytes(64))
     user = opener.open(Tier.NVME, Terms(write_bytes_day=12 * SLOT_BYTES))
     assert user.held(HASHES[:20]) == (10 if broken == "journal" else 0)
-    assert user.put(HASHES[20:30], give_up_s=0.5) == 2
+    assert user.put(HASHES[20:22]) == 2 and user.put(HASHES[22:30], give_up_s=0.5) == 0
 
 
 def test_pins_and_priorities_come_back_with_the_journal_and_what_has_expired_does_not(opener: Opener) -> None:
     user = opener.open(Tier.NVME)
-    soon = int(time.time()) + 2
-    assert user.put(HASHES[:3], PINNED) == 3 and user.put(HASHES[3:5], Retention(expiry_s=soon)) == 2
+    assert user.put(HASHES[:3], PINNED) == 3
+    for later_s in (2, 8, 32):  # in time to be there for a moment, on a crowded machine, too
+        soon = int(time.time()) + later_s
+        if user.put(HASHES[3:5], Retention(expiry_s=soon), later_s) == 2:
+            break
     user.shelf.retain(HASHES[:2], Retention(priority=9))
     assert user.until(lambda: [record.priority for record in user.shelf.find(HASHES[:3])] == [9, 9, 0])
     opener.close()
@@ -289,7 +292,7 @@ def test_a_keeper_that_takes_over_keeps_pins_priorities_and_the_budget(keeper: O
         assert user.until(lambda user=user: user.shelf.find(HASHES[:4])[3:] != [] and _priority(user) == 9)
         before = shared.seat.keeper_process
         os.kill(before, signal.SIGKILL)
-        assert user.until(lambda before=before, shared=shared: shared.seat.keeper_process != before, 20.0)
+        assert user.until(lambda before=before, shared=shared: shared.seat.keeper_process != before)
         assert user.until(lambda user=user: user.count("pinned") == 2)
         assert user.until(lambda shared=shared: all(books.current for books in shared.books.values()))
         assert user.held(HASHES[:4]) == 4 and _priority(user) == 9
@@ -297,10 +300,8 @@ def test_a_keeper_that_takes_over_keeps_pins_priorities_and_the_budget(keeper: O
         if tier is Tier.DRAM:
             assert user.put(HASHES[20 : 20 + 2 * slots]) == 2 * slots
         else:
-            written = user.put(
-                HASHES[20:70], give_up_s=1.5
-            )  # a slot in stock that the dead keeper granted stays charged
-            assert written in (25, 26), "of 30, four were spent before"
+            assert user.put(HASHES[20:45]) == 25, "of 30, four were spent before"
+            assert user.put(HASHES[45:70], give_up_s=1.5) in (0, 1), "a slot that the dead keeper granted stays charged"
         assert user.held(HASHES[:4]) == 4
         keeper.close()
 

@@ -254,7 +254,7 @@ def test_a_taken_port_is_named_before_the_start(serve: StartServed) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         served = serve(f"--grpc-port={port}")
-        assert served.process.wait(30) == 1
+        assert served.process.wait(60) == 1
     assert served.lines() == [
         f"kvtier serve: already in use: --grpc-port {port}; stop what listens there or choose other ports"
     ]
