@@ -158,8 +158,8 @@ class Crowd:
         return sequence
 
     @torch.inference_mode()
-    def logits(self, parts: list[tuple[Sequence, int, int]]) -> torch.Tensor:
-        return self.runner.logits([ScheduledSequence(s, start, count, True) for s, start, count in parts]).clone()
+    def logits(self, parts: list[tuple[Sequence, int, int]], samples: bool = True) -> torch.Tensor:
+        return self.runner.logits([ScheduledSequence(s, start, count, samples) for s, start, count in parts]).clone()
 
 
 def test_which_passes_are_replayed_and_which_shapes_are_recorded(model: Path) -> None:
@@ -183,6 +183,9 @@ def test_which_passes_are_replayed_and_which_shapes_are_recorded(model: Path) ->
     assert device.launcher.recorded_count == 2, "one for each set of buffers"
     assert not both([(0, 18, 1), (1, 37, 2)]), "a chunk among them"
     assert not both([(2, 0, 1), (1, 37, 3)])
+    replayed = device.launcher.replayed_count
+    assert late.logits([(pairs[1][1], 37, 1)], samples=False).shape == (0, 300), "a chunk of one token, not the last"
+    assert device.launcher.replayed_count == replayed
     assert both([(0, 18, 1), (1, 39, 1), (2, 1, 1)]), "three go where four do"
     assert both([(0, 19, 1), (2, 2, 1), (1, 39, 1)])
     assert late.runner.decodes.graph_count == 2 and device.launcher.recorded_count == 4
