@@ -21,6 +21,7 @@ from kvtier.keeper.wire import (
     Acquired,
     Drop,
     Granted,
+    Held,
     Here,
     Join,
     Publish,
@@ -47,15 +48,28 @@ class Answers:
         self._house = house
         self._teller = teller
 
+    def note_held(self, connection: Connection, held: Held | Join) -> None:
+        """A part of what an engine says that it has. WireError: it has joined, or names more than there is."""
+        if connection.joined:
+            raise WireError("joined already")
+        ledgers = self._house.layouts[connection.layout].ledgers.values()
+        held_max = 2 * sum(ledger.slab.slot_count for ledger in ledgers)
+        for known, more in zip(connection.held, (held.grants, held.leases), strict=True):
+            known += more
+            if len(known) > held_max:
+                raise WireError(f"it holds more than there is: {len(known)} slots, {held_max} are twice of all")
+
     def join(self, connection: Connection, join: Join) -> None:
-        """An engine holds its locks and says all that it has; it is told all there is."""
+        """An engine holds its locks and has said all that it has; it is told all there is."""
         owner = connection.owner
         if connection.joined or owner is None or not self._house.lives(owner):
             raise WireError("joined twice, or without its lock")
-        connection.joined = True
+        self.note_held(connection, join)
+        held_grants, held_leases = connection.held
+        connection.joined, connection.held = True, ([], [])
         for tier, ledger in self._house.layouts[connection.layout].ledgers.items():
-            grants = [(slot, generation) for where, slot, generation in join.grants if where == tier]
-            leases = [(slot, generation) for where, slot, generation in join.leases if where == tier]
+            grants = [(slot, generation) for where, slot, generation in held_grants if where == tier]
+            leases = [(slot, generation) for where, slot, generation in held_leases if where == tier]
             ledger.reconcile(owner, grants, leases)
         self._teller.tell(but=connection)
         self._teller.introduce(connection)

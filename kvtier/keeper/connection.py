@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 
 from kvtier.keeper.frames import Frames, WireError, frame
 from kvtier.keeper.operator_wire import QUESTION_DECODER, Answer, Question
-from kvtier.keeper.wire import KEEPER_DECODER, ToEngine, ToKeeper
+from kvtier.keeper.wire import KEEPER_DECODER, HeldGrants, ToEngine, ToKeeper
 
 READ_BYTES = 256 << 10
 QUEUE_BYTES_MAX = 64 << 20
@@ -42,6 +42,8 @@ class Connection:
         self.tiers: frozenset[int] = frozenset()
         """What it was given."""
         self.joined = False
+        self.held: tuple[HeldGrants, HeldGrants] = ([], [])
+        """Grants and leases that it has named before it joins."""
         self.reports = False
         """It was told that it reports for its layout."""
         self.events = selectors.EVENT_READ

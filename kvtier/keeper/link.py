@@ -10,12 +10,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvtier.keeper.client import KeeperClient, Lost, Seated
+from kvtier.keeper.fields import pieces
 from kvtier.keeper.wire import (
+    HELD_MAX,
     Abandon,
     Acquired,
     Farewell,
     Gone,
     Granted,
+    Held,
     Here,
     Join,
     Numbers,
@@ -94,7 +97,11 @@ class Link:
         self._seated()
         held = [(tier, *grant) for tier, books in self._books.items() for grant in books.held()]
         leased = [(tier, *claim) for tier, books in self._books.items() for claim in books.leases.held()]
-        self.send(Join(held, leased))
+        grants, leases = list(pieces(held, HELD_MAX)), list(pieces(leased, HELD_MAX))
+        last = Join(grants.pop() if grants else [], leases.pop() if leases else [])
+        for held_before in (*(Held(piece, []) for piece in grants), *(Held([], piece) for piece in leases)):
+            self.send(held_before)
+        self.send(last)
         for books in self._books.values():
             books.joined(now)
 

@@ -26,7 +26,7 @@ from kvtier.keeper.operators import Operators
 from kvtier.keeper.owners import open_owners
 from kvtier.keeper.telling import Teller
 from kvtier.keeper.tending import Tender
-from kvtier.keeper.wire import SOCKET_NAME, Farewell, Hello, Join, Operate, Stop, ToKeeper
+from kvtier.keeper.wire import SOCKET_NAME, Farewell, Held, Hello, Join, Operate, Stop, ToKeeper
 
 log = logging.getLogger(__name__)
 
@@ -147,6 +147,8 @@ class Server:
             self._greeter.hello(connection, message, descriptors)
         elif connection.owner is None:
             raise WireError("no greeting")
+        elif isinstance(message, Held):
+            self._answers.note_held(connection, message)
         elif isinstance(message, Join):
             self._answers.join(connection, message)
         elif not connection.joined:

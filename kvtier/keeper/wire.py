@@ -61,11 +61,23 @@ class Hello(Struct, tag=1, array_like=True):
     """Of DRAM and NVMe; the layout's first engine's count."""
 
 
-class Join(Struct, tag=2, array_like=True):
-    """The engine holds its locks now. What it was granted and does not name here is taken back."""
+HELD_MAX = 100_000
+"""Grants and leases, each, that one message names: with the highest numbers they fit a frame."""
+HeldGrants = Annotated[list[tuple[TierIndex, Slot, Generation]], Meta(max_length=1 << 20)]
 
-    grants: Annotated[list[tuple[TierIndex, Slot, Generation]], Meta(max_length=1 << 20)]
-    leases: Annotated[list[tuple[TierIndex, Slot, Generation]], Meta(max_length=1 << 20)]
+
+class Join(Struct, tag=2, array_like=True):
+    """The engine holds its locks now. What it was granted and does not name here, or before, is taken back."""
+
+    grants: HeldGrants
+    leases: HeldGrants
+
+
+class Held(Struct, tag=14, array_like=True):
+    """Before `Join`: a part of what the engine holds, if that is too much for one message."""
+
+    grants: HeldGrants
+    leases: HeldGrants
 
 
 class Reserve(Struct, tag=3, array_like=True):
@@ -260,7 +272,7 @@ class Farewell(Struct, tag=41, array_like=True):
 
 
 ToKeeper = Union[  # noqa: UP007
-    Hello, Join, Reserve, Publish, Abandon, Drop, Touch, Acquire, Release, Stop, Retain, Unpin, Operate
+    Hello, Held, Join, Reserve, Publish, Abandon, Drop, Touch, Acquire, Release, Stop, Retain, Unpin, Operate
 ]
 ToEngine = Union[  # noqa: UP007
     Welcome, Refused, Granted, Published, Acquired, Gone, Here, Snapshot, Numbers, Reporter, Farewell

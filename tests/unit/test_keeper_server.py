@@ -24,6 +24,7 @@ from kvtier.keeper.wire import (
     ENGINE_DECODER,
     PROTOCOL_VERSION,
     Granted,
+    Held,
     Hello,
     Here,
     Join,
@@ -104,6 +105,10 @@ class Caller:
     def reserve_one(self, deadline_ns: int) -> Grant:
         """A slot."""
         return self._granted(1, deadline_ns)[0]
+
+    def reserve_all(self, count: int, deadline_ns: int) -> Sequence[Grant]:
+        """So many slots."""
+        return self._granted(count, deadline_ns)
 
     def _granted(self, count: int, deadline_ns: int) -> Sequence[Grant]:
         self.say(Reserve(5, 0, count, NO_TENANT, deadline_ns))
@@ -208,6 +213,36 @@ def test_who_comes_back_has_what_it_names_and_the_rest_is_free(call: Call) -> No
     again.say(Join([], []))
     assert again.reserve(64, later()) == 64
     assert first.hear_the_end(), "the line from before is over"
+
+
+def test_what_is_held_may_be_named_in_several_messages(call: Call) -> None:
+    first = call()
+    owner = first.join()
+    grants = [(0, *grant) for grant in first.reserve_all(10, later())]
+    again = call()
+    again.say(msgspec.structs.replace(HELLO, owner=owner))
+    assert isinstance(again.hear(), Welcome)
+    again.say(Held(grants[:4], []))
+    again.say(Held(grants[4:7], []))
+    again.say(Join(grants[7:9], []))
+    assert again.reserve(64, later()) == 64 - 9, "one was not named and is free"
+    again.say(Held(grants[:1], []))
+    assert again.hear_the_end(), "joined already"
+
+
+def test_who_names_more_than_there_is_or_before_its_greeting_is_hung_up_on(call: Call) -> None:
+    early = call()
+    early.say(Held([(0, 1, 1)], []))
+    assert early.hear() is None
+    first = call()
+    owner = first.join()
+    again = call()
+    again.say(msgspec.structs.replace(HELLO, owner=owner))
+    assert isinstance(again.hear(), Welcome)
+    for _ in range(3):
+        again.say(Held([], [(0, slot, 1) for slot in range(60)]))
+    assert again.hear_the_end()
+    assert call().join() != owner, "the keeper goes on"
 
 
 def test_who_publishes_what_is_there_is_told_where(call: Call) -> None:

@@ -6,11 +6,13 @@ import functools
 import gc
 import os
 import re
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from msgspec import Struct
 
 from kvtier.block import KVLayout, Tier
 from kvtier.byte_text import needed_text
@@ -18,9 +20,10 @@ from kvtier.cache_directory import layout_name
 from kvtier.io.faulty import Call, Effect, Fault, FaultyCalls
 from kvtier.keeper.client import QUEUE_MAX
 from kvtier.keeper.desk import Desk
+from kvtier.keeper.frames import frame
 from kvtier.keeper.opening import SharedShelves
 from kvtier.keeper.uses import CHAINS_MAX
-from kvtier.keeper.wire import NVME
+from kvtier.keeper.wire import NVME, Held, Join
 from kvtier.record import NO_TENANT, tenant_digest
 from kvtier.replay import JournalShape
 from kvtier.retention import Retention
@@ -339,6 +342,45 @@ def test_bytes_are_read_in_place_and_by_copy_alike(start: Start) -> None:
     shelf = a.users[Tier.DRAM].shelf
     (lease, _) = shelf.acquire(shelf.find(HASHES[:2]))
     assert lease is not None and bytes(shelf.view(lease)) == payload(HASHES[0])
+
+
+def test_an_engine_that_holds_more_than_fits_a_message_keeps_all_of_it_under_the_next_keeper(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts: list[int] = []
+
+    def short_frame(message: Struct) -> bytes:
+        if isinstance(message, (Held, Join)):
+            parts.append(len(message.grants) + len(message.leases))
+            assert parts[-1] <= 2 * 7, "this is too long"
+        return frame(message)
+
+    monkeypatch.setattr("kvtier.keeper.client.frame", short_frame)
+    monkeypatch.setattr("kvtier.keeper.link.HELD_MAX", 7)
+    a, b = start(), start()
+    for tier in (Tier.DRAM, Tier.NVME):
+        a.write(tier, HASHES[:20])
+        holdings = a.users[tier].shelf.holdings
+        reply = a.users[tier].reply(holdings.ask_leases(a.users[tier].shelf.find(HASHES[:20])))
+        assert reply.leases is not None and None not in reply.leases and len(reply.leases) == 20
+        grants = a.users[tier].reply(holdings.ask_rows(12, NO_TENANT, 12)).grants
+        assert grants is not None and len(grants) == 12
+    parts.clear()
+    before = a.shared.seat.keeper_process
+    os.kill(before, signal.SIGKILL)
+    for engine in (a, b):
+        assert engine.until(lambda engine=engine: seated(engine, before), 60.0)
+    assert sum(parts) >= 2 * (20 + 12) and len(parts) >= 64 // 14
+    for tier in (Tier.DRAM, Tier.NVME):
+        for first in range(20, 60, 4):
+            b.write(tier, HASHES[first : first + 4])
+        assert a.users[tier].hits(HASHES[:20]) == 20 == b.users[tier].hits(HASHES[:20]), "leased rows stay"
+
+
+def seated(engine: Engine, but_keeper: int) -> bool:
+    """Whether an engine has joined another keeper, and knows all that is there."""
+    joined = engine.shared.link.line is not None and engine.shared.seat.keeper_process != but_keeper
+    return joined and all(books.current for books in engine.shared.books.values())
 
 
 def test_engines_that_write_nothing_leave_a_small_write_budget_alone(start: Start, tmp_path: Path) -> None:

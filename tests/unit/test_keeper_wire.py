@@ -9,16 +9,19 @@ import struct
 import msgspec
 import pytest
 
-from kvtier.keeper.fields import ROWS_MAX, pieces, row_pieces
+from kvtier.keeper.fields import ROWS_MAX, SLOTS_MAX, pieces, row_pieces
 from kvtier.keeper.frames import FRAME_BYTES_MAX, Frames, WireError, frame
 from kvtier.keeper.wire import (
     ENGINE_DECODER,
+    HELD_MAX,
     KEEPER_DECODER,
     Abandon,
     CountsSent,
     Drop,
+    Held,
     Hello,
     Here,
+    Join,
     Numbers,
     Publish,
     Reserve,
@@ -27,7 +30,7 @@ from kvtier.keeper.wire import (
     Touch,
     Unpin,
 )
-from kvtier.record import NO_TENANT, Record
+from kvtier.record import GENERATION_END, NO_TENANT, Record
 from kvtier.terms import STANDARD
 from kvtier.tiers.header import SLICES_MAX, SUM_BYTES
 
@@ -35,6 +38,8 @@ RECORD = Record(bytes(range(32)), 7, 9, 3, bytes(24), -2, 5, bytes(range(16)), p
 HELLO = Hello(1, "0" * 32, 12288, 4096, [1, 2], "lru")
 MESSAGES = [
     HELLO,
+    Held([(0, 1, 2)], [(1, 3, 4), (1, 5, 6)]),
+    Join([], [(1, 7, 8)]),
     Reserve(1, 0, 5, NO_TENANT, 10),
     Publish(2, 1, [RECORD], 10, lease=True),
     Abandon(0, [(1, 2), (3, 4)]),
@@ -55,6 +60,12 @@ def test_messages_come_out_as_they_went_in_however_they_are_cut() -> None:
     assert numbers == Numbers(1, 3, CountsSent(1, 2, 3, 4, 5))
     (here,) = Frames(ENGINE_DECODER).feed(frame(Here(1, [RECORD])))
     assert isinstance(here, Here) and here.rows[0] == RECORD
+
+
+def test_the_most_that_one_message_names_as_held_fits_a_frame_with_the_highest_numbers() -> None:
+    most = [(1, SLOTS_MAX - 1 - place, GENERATION_END - 1 - place) for place in range(HELD_MAX)]
+    (join,) = Frames(KEEPER_DECODER).feed(frame(Join(most, most)))
+    assert isinstance(join, Join) and join.grants == join.leases == most
 
 
 @pytest.mark.parametrize(
