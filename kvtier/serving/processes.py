@@ -17,7 +17,7 @@ from pathlib import Path
 SHARED_MEMORY = Path("/dev/shm")
 STACK_BYTES = 64 << 20
 """Of each thread of a server: the HTTP frontend (2.51) keeps bodies of forms, as `curl -d` sends them, twice on the
-stack, and JSON level by level; 8 MiB, the usual limit, end with 4 MB or 100,000 levels."""
+stack, and JSON level by level; 8 MiB, the usual limit, end with 4.2 MB or 50,000 levels."""
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
