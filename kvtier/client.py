@@ -151,7 +151,9 @@ class Client:
                 "8001 unless it was told otherwise?",
             )
         if status == "DEADLINE_EXCEEDED":
-            return ServerError(status, f"{asked}: none within {timeout_s:g} s; give it longer, or look at its log")
+            return ServerError(status, f"{asked}: none within {timeout_s:g} s; give it longer, or see the server's log")
+        if status == "UNIMPLEMENTED":
+            return ServerError(status, f"{asked}: what answers is no Triton server's gRPC port ({text})")
         if "unknown model" in text:
             return ServerError(status, f"{asked}: it does not serve that model ({text}); see its model repository")
         return ServerError(status, f"{asked}: {text}")

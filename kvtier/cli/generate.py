@@ -39,7 +39,8 @@ def generate(
 
     Examples:
 
-      [bold]kvtier generate .cache/models/smollm2 "The capital of France is" --seed 7[/]
+      [bold]kvtier generate .cache/models/smollm2 --max-tokens 8 \\
+          "The capital of France is"[/]
 
       [bold]kvtier generate .cache/models/smollm2 --chat "A river?" "A lake?" --json[/]
 

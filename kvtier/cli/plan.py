@@ -70,10 +70,9 @@ def plan(
 
       [bold]kvtier plan .cache/models/smollm2 --context 8192 --hbm 64MiB --nvme 10GiB[/]
 
-      [bold]kvtier plan ./Llama-3.1-8B --hbm 8GiB --dram 200GiB --nvme 2TiB[/]
-
-      [bold]kvtier plan ./Llama-3.1-8B --hbm 8GiB --nvme 2TiB --memory-speed 3350GB \\
-          --dram-speed 50GB --nvme-speed 6GB --flops 600e12[/]   # another machine
+      [bold]kvtier plan ./Llama-3.1-8B --hbm 8GiB --dram 200GiB --nvme 2TiB \\
+          --memory-speed 3350GB --dram-speed 50GB --nvme-speed 6GB \\
+          --flops 600e12[/]   # another machine
     """
     with reported():
         config = engine_options.engine_config(model)

@@ -226,6 +226,7 @@ def test_smoke_says_that_nobody_answers() -> None:
         ),
         ("StatusCode.DEADLINE_EXCEEDED", "Deadline Exceeded", "none within 2 s; give it longer"),
         ("StatusCode.NOT_FOUND", "Request for unknown model: 'm' is not found", "it does not serve that model"),
+        ("StatusCode.UNIMPLEMENTED", "Received http2 header: 404", "what answers is no Triton server's gRPC port (Rec"),
         (None, "unexpected shape for input 'stream'", "for an answer of model m: unexpected shape for input 'stream'"),
         (None, "INVALID_ARGUMENT: top_p: must be above 0", "top_p: must be above 0"),
     ],

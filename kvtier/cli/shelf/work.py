@@ -46,7 +46,7 @@ def choose(overview: Overview, layout: str, tier: str) -> Chosen:
         raise ShelfError(f"--layout {layout}: no such layout here; there are: {known}")
     chosen = [(view, shelf) for view in layouts for shelf in view.tiers if tier in ("", TIERS[shelf.tier])]
     if not chosen and tier == "dram" and overview.keeper is None:
-        raise ShelfError("--tier dram: DRAM is shared only while engines and their keeper run, and no keeper answers")
+        raise ShelfError("DRAM is shared only while engines and their keeper run, and no keeper answers")
     if not chosen and tier:
         raise ShelfError(f"--tier {tier}: no layout has that tier here; see kvtier shelf ls")
     return chosen
