@@ -14,11 +14,10 @@ from bisect import insort
 from collections import Counter
 from dataclasses import dataclass
 
-from kvtier.cost import Work
-from kvtier.fetch import Fetch
+from kvtier.admission import Admission
 from kvtier.request import FinishReason
 from kvtier.sealing import Sealer
-from kvtier.sequence import Rank, ScheduledSequence, Sequence, SequenceState
+from kvtier.sequence import ScheduledSequence, Sequence, SequenceState, rank_of
 from kvtier.staged_parts import StagedParts
 from kvtier.store import Store
 from kvtier.streams import STALL_S, STALLED, StreamLimits, Streams
@@ -45,9 +44,8 @@ class Scheduler:
         self._streams = Streams(store, stream_limits if stream_limits is not None else StreamLimits())
         self._sealer = Sealer(store)
         self._block_tokens = store.layout.block_tokens
-        self._waiting: list[Sequence] = []
+        self._admission = Admission(store, self._sealer)
         self._running: list[Sequence] = []
-        self._fetches: dict[int, tuple[Sequence, Fetch]] = {}
         self._stalled: list[Sequence] = []
         self.staged_parts = StagedParts(store, self._streams, self._running, self._plan_alone)
         """What suspended passes are made of."""
@@ -56,7 +54,7 @@ class Scheduler:
     @property
     def waiting_count(self) -> int:
         """Sequences without slots."""
-        return len(self._waiting) + len(self._streams.waiting)
+        return len(self._admission) + len(self._streams.waiting)
 
     @property
     def streamed_count(self) -> int:
@@ -66,30 +64,29 @@ class Scheduler:
     @property
     def running_count(self) -> int:
         """Sequences with slots, those that still fetch included."""
-        return len(self._running) + len(self._fetches)
+        return len(self._running) + self._admission.fetching_count
 
     @property
     def sequences(self) -> list[Sequence]:
         """All that are not finished."""
-        fetching = (sequence for sequence, _ in self._fetches.values())
-        return [*self._running, *fetching, *self._waiting, *self._streams.waiting]
+        admission = self._admission
+        return [*self._running, *admission.fetching, *admission.waiting, *self._streams.waiting]
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence; it is streamed if its whole length does not fit HBM."""
         longest = sequence.prompt_count + sequence.output_max - 1
         if self._store.layout.block_count(longest) <= self._store.usable_count:
-            insort(self._waiting, sequence, key=_rank)
+            self._admission.add(sequence)
         else:
             self._streams.add(sequence)
 
     def next_deadline(self) -> float | None:
         """When, at the latest, `schedule` should be called again though nothing has happened."""
-        deadlines = [fetch.deadline for _, fetch in self._fetches.values()] + self._streams.deadlines()
-        return min(deadlines, default=None)
+        return min(self._admission.deadlines() + self._streams.deadlines(), default=None)
 
     def schedule(self, now: float) -> list[ScheduledSequence]:
         """Plan the next pass; empty if nothing can run now. Every planned token has a slot."""
-        self._settle_fetches(now)
+        self._run_arrived(now)
         self._streams.advance(now)
         plan: dict[int, ScheduledSequence] = {}
         budget = self._limits.step_tokens
@@ -143,16 +140,13 @@ class Scheduler:
     def held(self) -> Counter[int]:
         """Holds of all sequences and fetches by slot (for `Store.check`)."""
         held = Counter(slot for sequence in self._running for slot in sequence.table.held)
-        held.update(slot for _, fetch in self._fetches.values() for slot in fetch.slots)
+        held.update(self._admission.held())
         held.update(self._streams.fetched())
         return held
 
     def check(self) -> None:
         """Assert that states, tables and holds agree, in the store's books too."""
-        for sequence in self._waiting:
-            assert sequence.state is SequenceState.WAITING and not sequence.table.slots
-        for sequence, _ in self._fetches.values():
-            assert sequence.state is SequenceState.FETCHING and not sequence.table.slots
+        self._admission.check()
         for sequence in self._running:
             assert sequence.state is SequenceState.RUNNING or sequence.streamed
             full = sequence.computed_count // self._block_tokens
@@ -206,7 +200,7 @@ class Scheduler:
             stalled_s = self._stalled_s(sequence, now)
             if stalled_s < PATIENCE_S and store.awaits_slots(now):
                 return 0
-            victim = max([*self._running, *(other for other, _ in self._fetches.values())], key=_rank)
+            victim = max([*self._running, *self._admission.fetching], key=rank_of)
             if victim.pinned:
                 return 0
             if victim is sequence and self.running_count == 1:
@@ -233,56 +227,32 @@ class Scheduler:
         if self.running_count >= self._limits.sequences_max:
             return None
         streamed = self._streams.ready(now, self.running_count)
-        first = self._waiting[0] if self._waiting else None
-        if first is not None and (streamed is None or _rank(first) < _rank(streamed)):
+        first = self._admission.waiting[0] if len(self._admission) else None
+        if first is not None and (streamed is None or first.rank < streamed.rank):
             admitted = self._admit_resident(first, now)
             if admitted is not None:
                 return admitted
         if streamed is not None:
             self._streams.start(streamed, now)
-            insort(self._running, streamed, key=_rank)
+            insort(self._running, streamed, key=rank_of)
         return streamed
 
-    def _admit_resident(self, sequence: Sequence, now: float) -> Sequence | None:
-        sequence.chain.extend(sequence.hashes, sequence.tokens)
-        known = sequence.hashes[: (len(sequence.tokens) - 1) // self._block_tokens if sequence.cache_read else 0]
-        total = self._store.layout.block_count(len(sequence.tokens))
-        backlog = Work.of((s.computed_count, s.remaining_count) for s in self._running if s.remaining_count > 1)
-        fetch = self._store.fetch(known, min(total + self.running_count, self._store.slot_count), now, backlog)
-        if fetch is None:
+    def _admit_resident(self, first: Sequence, now: float) -> Sequence | None:
+        """The first in the queue, unless it has no room."""
+        while (admitted := self._admission.admit(self._running, self.running_count, now)) is None:
             if self._streams.lower_all():
-                return self._admit_resident(sequence, now)
+                continue
             if self.running_count > 0:
-                sequence.stalled_since = None
+                first.stalled_since = None
             else:
-                self._give_up_stalled(sequence, now)
+                self._give_up_stalled(first, now)
             return None
-        self._waiting.pop(0)
-        sequence.stalled_since = None
-        if fetch.pending:
-            sequence.state = SequenceState.FETCHING
-            self._fetches[sequence.number] = (sequence, fetch)
-        else:
-            self._start(sequence, fetch)
-        return sequence
+        self._run_arrived(now)
+        return admitted
 
-    def _settle_fetches(self, now: float) -> None:
-        for sequence, fetch in list(self._fetches.values()):
-            if fetch.is_ready(now):
-                del self._fetches[sequence.number]
-                self._start(sequence, fetch)
-
-    def _start(self, sequence: Sequence, fetch: Fetch) -> None:
-        """The prefix is there, as far as it goes: the sequence takes part in passes from now on."""
-        slots, origins = self._store.settle(fetch)
-        sequence.table.extend(slots, [self._store.address(slot) for slot in slots])
-        for origin in origins:
-            sequence.attribute(self._block_tokens, origin)
-        sequence.sealed_count = len(slots)
-        sequence.reused_blocks += len(slots)
-        self._sealer.retain(sequence, 0, len(slots))
-        sequence.state = SequenceState.RUNNING
-        insort(self._running, sequence, key=_rank)
+    def _run_arrived(self, now: float) -> None:
+        for sequence in self._admission.arrived(now):
+            insort(self._running, sequence, key=rank_of)
 
     def _preempt(self, sequence: Sequence, plan: dict[int, ScheduledSequence], now: float) -> None:
         """Take all slots from a sequence; it waits in its old rank and resumes from the tiers."""
@@ -296,7 +266,7 @@ class Scheduler:
         else:
             self._withdraw(sequence, now)
             sequence.computed_count = sequence.sealed_count = 0
-            insort(self._waiting, sequence, key=_rank)
+            self._admission.add(sequence)
         sequence.state = SequenceState.WAITING
 
     def _withdraw(self, sequence: Sequence, now: float) -> None:
@@ -306,15 +276,9 @@ class Scheduler:
                 self._running.remove(sequence)
             self._store.touch(sequence.hashes[: sequence.sealed_count], now)
             self._streams.end(sequence)
-        elif sequence.state is SequenceState.WAITING:
-            self._waiting.remove(sequence)
-        elif sequence.state is SequenceState.FETCHING:
-            self._store.abandon(self._fetches.pop(sequence.number)[1])
         elif sequence.state is SequenceState.RUNNING:
             self._running.remove(sequence)
             self._store.touch(sequence.hashes[: sequence.sealed_count], now)
             self._store.release(sequence.table.clear())
-
-
-def _rank(sequence: Sequence) -> Rank:
-    return sequence.rank
+        else:
+            self._admission.leave(sequence)

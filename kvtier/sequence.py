@@ -175,6 +175,11 @@ class Sequence:
         self.computed_count += count
 
 
+def rank_of(sequence: Sequence) -> Rank:
+    """`Sequence.rank`, as a sort key."""
+    return sequence.rank
+
+
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:
     """A sequence's part in a pass: its tokens `start .. start + count`; the last one is sampled from if `samples`."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from kvtier.block import Tier
 from kvtier.byte_text import free_text, needed_text
-from kvtier.sequence import Rank, ScheduledSequence, Sequence, SequenceState
+from kvtier.sequence import ScheduledSequence, Sequence, SequenceState, rank_of
 from kvtier.store import Store
 from kvtier.stream import Stream
 
@@ -72,7 +72,7 @@ class Streams:
         """Queue a new sequence."""
         assert self._limits.streams_max > 0 < self._limits.slots_max
         sequence.streamed = True
-        insort(self._queue, sequence, key=_rank)
+        insort(self._queue, sequence, key=rank_of)
 
     def advance(self, now: float) -> None:
         """Take in what has happened on the shelves, before a plan is made."""
@@ -146,7 +146,7 @@ class Streams:
         since = self._now - STALL_S / 2
         everybody = [*self._queue, *(stream.sequence for stream in self._streams.values())]
         stalled = (one for one in everybody if one.stalled_since is not None and one.stalled_since < since)
-        return [(sequence, self._shortage(sequence)) for sequence in sorted(stalled, key=_rank)[-1:]]
+        return [(sequence, self._shortage(sequence)) for sequence in sorted(stalled, key=rank_of)[-1:]]
 
     def deadlines(self) -> list[float]:
         """When to `advance` though nothing has happened."""
@@ -193,7 +193,7 @@ class Streams:
         if homes.refused:
             del self._streams[sequence.number]
             stream.end()
-            insort(self._queue, sequence, key=_rank)
+            insort(self._queue, sequence, key=rank_of)
             if self._streams:  # what they have will come back, and `end` says when
                 sequence.stalled_since = None
                 self._retry_at = now + RETRY_MAX_S
@@ -233,7 +233,3 @@ class Streams:
             sequence.stalled_since = now
         if now - sequence.stalled_since > STALL_S and sequence not in self._stalled:
             self._stalled.append(sequence)
-
-
-def _rank(sequence: Sequence) -> Rank:
-    return sequence.rank

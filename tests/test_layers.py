@@ -89,7 +89,7 @@ FLOORS = {
         "store_report",
         "store",
     ],
-    MIND: ["scheduler", "staged_parts", "sealing", "stream", "streams"],
+    MIND: ["scheduler", "admission", "staged_parts", "sealing", "stream", "streams"],
     BODY: ["batch", "attention", "models", "sampler", "runner", "device"],
     TOP: [
         "engine",
