@@ -10,14 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from kvtier.block import BlockHash, Tier
-from kvtier.homes import Home, Homes, Move, MoveStage
+from kvtier.homes import Home, Homes, Move
 from kvtier.lease_asking import LeaseAsking
 from kvtier.metrics import Metrics
 from kvtier.record import Lease, Record
 from kvtier.resident import ResidentBlocks
 from kvtier.retention import PLAIN, Retention
 from kvtier.row_asking import RETRY_S, RowAsking
-from kvtier.shelf import Shelf, ShelfDone, ShelfOutcome, WriteItem
+from kvtier.row_writing import RowWriting
+from kvtier.shelf import Shelf, ShelfDone, ShelfOutcome
 from kvtier.tiers.arena import Arena
 
 ROUNDS_MAX = 64
@@ -37,13 +38,10 @@ class HandDown:
     ) -> None:
         """`shelved(hash, depth)` hears of each block that was written and may be found."""
         self._resident = resident
-        self._arena = arena
         self._shelves = shelves
-        self._metrics = metrics
         self._shelved = shelved
         self._homes: list[Homes] = []
-        self._writes: dict[tuple[Tier, int], Move] = {}
-        """By ticket."""
+        self._writes = RowWriting(shelves, arena, metrics)
         self._rows = RowAsking(shelves)
         self._leases = LeaseAsking(shelves, self._settle, self._try_again)
         self._pumped_at = 0.0
@@ -128,17 +126,12 @@ class HandDown:
         """A transfer has ended; False if it was none of its own."""
         if self._leases.completed(tier, done, now):
             return True
-        move = self._writes.pop((tier, done.ticket), None)
+        move = self._writes.completed(tier, done)
         if move is None:
             return False
-        move.stage = MoveStage.WAITING
-        move.homes.writing -= 1
-        if done.outcome is not ShelfOutcome.DONE:
+        if done.lease is None:
             self._try_again(move, now if done.outcome is ShelfOutcome.DUPLICATE else now + RETRY_S)
             return True
-        assert done.lease is not None
-        self._metrics.moved(Tier.HBM, tier, 1, done.moved_bytes)
-        self._metrics.transfer_seconds.observe(done.duration_ns / 1e9, Tier.HBM.value, tier.value)
         self._settle(move, tier, done.lease)
         if not move.homes.private:
             self._shelved(move.block_hash, move.index)
@@ -177,10 +170,8 @@ class HandDown:
 
     def frees_slots(self, since: float) -> bool:
         """A write started after `since` is all that holds some slot of HBM."""
-        return any(
-            move.started_at > since and move.slot is not None and self._resident.holds(move.slot) == 1
-            for move in self._writes.values()
-        )
+        slots = self._writes.slots(since)
+        return any(self._resident.holds(slot) == 1 for slot in slots)
 
     def holds(self) -> list[int]:
         """One entry for each hold on a slot of HBM (for `Store.check`)."""
@@ -218,7 +209,7 @@ class HandDown:
                     self._leases.ask(tier, [move for move, _ in pairs], [record for _, record in pairs])
             for tier, moves in writes.items():
                 if moves:
-                    self._write(homes, tier, moves, now)
+                    self._writes.start(homes, tier, moves, now)
 
     def _there(self, homes: Homes, block_hash: BlockHash, staged: int) -> tuple[Tier, Record] | None:
         """A row that has the block already: in DRAM, or on NVMe if it would go there anyway, beside `staged` others."""
@@ -229,27 +220,6 @@ class HandDown:
             if shelf is not None and (records := shelf.find([block_hash])):
                 return tier, records[0]
         return None
-
-    def _write(self, homes: Homes, tier: Tier, moves: list[Move], now: float) -> None:
-        """Write blocks into rows that were asked for; those that the shelf does not take now are tried again."""
-        shelf, grants = self._shelves[tier], homes.rows[tier]
-        items = [
-            WriteItem(move.block_hash, move.index, self._arena.view(move.slot), None, move.retention, grant=grant)
-            for move, grant in zip(moves, grants, strict=False)
-            if move.slot is not None
-        ]
-        assert len(items) == len(moves)
-        tickets = shelf.write(items, now)
-        homes.rows[tier] = grants[len(items) :]
-        for move, item, ticket in zip(moves, items, tickets, strict=True):
-            if ticket is None:
-                assert item.grant is not None
-                homes.rows[tier].append(item.grant)
-                move.retry_at = now + RETRY_S
-            else:
-                move.stage, move.tier = MoveStage.WRITING, tier
-                homes.writing += 1
-                self._writes[(tier, ticket)] = move
 
     def _try_again(self, move: Move, at: float) -> None:
         """A block has found no home yet; what is only looked for is let go of."""

@@ -7,85 +7,24 @@ the loop asks it. All calls come from the engine thread and return at once.
 
 from __future__ import annotations
 
-import enum
 import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvtier.block import Tier
 from kvtier.metrics import Metrics
 from kvtier.record import Record
 from kvtier.shelf import ReadItem, Shelf, ShelfDone, ShelfOutcome
+from kvtier.staging import Staged, StagedRead, StageState, Staging
 from kvtier.tiers.staging import StagingMemory
 
 READ_BYTES_MAX = 1 << 20
 """Longer reads are no faster, and the pass would begin later."""
 RETRY_S = 0.05
 """A read that the shelf does not take now, since its disk is in trouble, is offered again after this long."""
-
-
-class StageState(enum.Enum):
-    """How things stand with a group."""
-
-    READY = "ready"
-    PENDING = "pending"
-    LOST = "lost"
-    """A row cannot be had: the pass is to be abandoned."""
-
-
-class Staged(NamedTuple):
-    """Answer of `Stager.stage`."""
-
-    state: StageState
-    layers: range
-    """The group that the pass needs next."""
-    addresses: NDArray[np.int64] | None = None
-    """READY: of each row, where it would begin if all its layers lay there."""
-    lost: int | None = None
-    """LOST: the first of the rows, by its place among them, that cannot be had."""
-
-
-@dataclass(eq=False, slots=True)
-class Staging:
-    """The rows of one pass on their way through staging memory. Changed by the stager alone."""
-
-    records: list[Record]
-    groups: list[range]
-    """Runs of layers, each but the last as long as the first."""
-    moved_at: float
-    """When a read last began or ended."""
-    group: int = 0
-    """The next one that the pass needs; those before it are used up."""
-    asked: int = 0
-    """Reads that have been asked for, group after group, row after row."""
-    starts: list[list[int]] = field(default_factory=list)
-    """By group, the unit of memory at which each row that has been asked for starts."""
-    pending: Counter[int] = field(default_factory=Counter)
-    """Reads asked for and not ended, by group."""
-    refused: list[_Read] = field(default_factory=list)
-    """Those of them that the shelf has not taken, to be offered again at `retry_at`."""
-    retry_at: float = 0.0
-    lost: int | None = None
-    over: bool = False
-    """Abandoned, or used up."""
-
-    def lose(self, row: int) -> None:
-        """A row cannot be had."""
-        self.lost = row if self.lost is None else min(row, self.lost)
-
-
-class _Read(NamedTuple):
-    staging: Staging
-    group: int
-    row: int
-    start: int
-    unit_count: int
 
 
 class Stager:
@@ -109,7 +48,7 @@ class Stager:
         self._shelves = shelves
         self._deadline_s = deadline_s
         self._metrics = metrics
-        self._reads: dict[int, _Read] = {}
+        self._reads: dict[int, StagedRead] = {}
         self._current: Staging | None = None
         self._expected: Staging | None = None
         self._paused_at: float | None = None
@@ -269,12 +208,12 @@ class Stager:
             staging.asked += 1
             staging.starts[group].append(start)
             staging.pending[group] += 1
-            reads.append(_Read(staging, group, row, start, unit_count))
+            reads.append(StagedRead(staging, group, row, start, unit_count))
         if reads:
             self._start(staging, reads, now)
         return staging.asked >= end and not staging.refused and staging.lost is None
 
-    def _start(self, staging: Staging, reads: list[_Read], now: float) -> None:
+    def _start(self, staging: Staging, reads: list[StagedRead], now: float) -> None:
         shelf = self._shelves.get(Tier.NVME)
         if shelf is None or shelf.is_lost:
             staging.lose(min(read.row for read in reads))

@@ -14,7 +14,8 @@ import numpy as np
 from kvtier.models.decoder import NonFiniteError
 from kvtier.runner import Runner
 from kvtier.sequence import StagedPart
-from kvtier.stager import Staged, Stager, StageState
+from kvtier.stager import Stager
+from kvtier.staging import Staged, StageState
 
 
 class Advance(enum.Enum):

@@ -35,7 +35,7 @@ from kvtier.scheduler import Scheduler
 from kvtier.sequence import ScheduledSequence, StagedPart
 from kvtier.sequence import Sequence as TokenSequence
 from kvtier.shelf import Shelf
-from kvtier.stager import Staging
+from kvtier.staging import Staging
 from kvtier.store import Store
 from kvtier.terms import SlotLimits
 from kvtier.ticket import ShelfLimits

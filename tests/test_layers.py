@@ -72,6 +72,7 @@ FLOORS = {
         "rebuild",
         "transfers",
         "stager",
+        "staging",
         "keeper",
     ],
     STORE: [
@@ -84,6 +85,7 @@ FLOORS = {
         "host_counts",
         "homes",
         "row_asking",
+        "row_writing",
         "lease_asking",
         "hand_down",
         "store_report",

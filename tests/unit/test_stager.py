@@ -20,7 +20,8 @@ from kvtier.block import Tier
 from kvtier.io.faulty import Call, Effect, Fault, FaultyCalls
 from kvtier.metrics import Metrics
 from kvtier.shelf import Record, ShelfLimits
-from kvtier.stager import Staged, Stager, StageState, Staging
+from kvtier.stager import Stager
+from kvtier.staging import Staged, StageState, Staging
 from kvtier.tiers.staging import StagingMemory
 
 SLICE = LAYOUT.slice_bytes
