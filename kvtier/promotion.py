@@ -23,8 +23,7 @@ from kvtier.shelf import ReadItem, Record, Shelf, ShelfDone, ShelfOutcome
 from kvtier.tiers.arena import Arena
 
 WINDOW_BLOCKS = 64
-"""A shelf is asked for so many blocks of a chain at once: one that alternates between tiers costs no more than one
-that does not."""
+"""Blocks of a chain that a shelf is asked for at once, so that one which alternates between tiers costs no more."""
 
 
 class _Chain:
@@ -276,8 +275,7 @@ class Promoter:
             self._metrics.load_time_ratio.observe(took_s / batch.expected_s, arrival.tier.value)
 
     def _count(self, places: Sequence[_Place], decision: str) -> None:
-        cold = Counter(place.tier for place in places if place.record is not None)
-        for tier, blocks in cold.items():
+        for tier, blocks in Counter(place.tier for place in places if place.record is not None).items():
             self._metrics.load_decisions.add(blocks, tier.value, decision)
 
     def _retry_or_lose(self, arrival: Arrival, now: float) -> None:

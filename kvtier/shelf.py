@@ -169,8 +169,7 @@ class Shelf:
         A ticket each, None where the breaker is open or too many reads wait. Only what ends as DONE in `poll` has been
         verified and may be used. What hangs does not end: who waits has a deadline of its own, and leaves the target.
         """
-        for item in items:
-            assert item.target.nbytes == self._form.read_bytes(item.layers), item.target.nbytes
+        assert all(item.target.nbytes == self._form.read_bytes(item.layers) for item in items)
         if self._closed or self.is_lost:
             return [None] * len(items)
         return self._reads.add(items, self._now)
@@ -268,9 +267,9 @@ class Shelf:
             "late": counts["late"],
             "breaker_openings": self._watch.openings,
         }
-        values |= {outcome.value: counts[outcome.value] for outcome in ShelfOutcome if outcome is not ShelfOutcome.DONE}
-        values |= self._books.counts._asdict()
-        return values | {f"dropped_{reason}": counts[f"dropped_{reason}"] for reason in DROP_REASONS}
+        failed = {outcome.value: counts[outcome.value] for outcome in ShelfOutcome if outcome is not ShelfOutcome.DONE}
+        dropped = {f"dropped_{reason}": counts[f"dropped_{reason}"] for reason in DROP_REASONS}
+        return values | failed | self._books.counts._asdict() | dropped
 
     def check(self) -> None:
         """Assert the books, and that transfers and header pages agree."""

@@ -131,8 +131,7 @@ def _locate(folder: Path) -> dict[str, Path]:
         raise CheckpointError(f"{folder}: no such folder")
     if (folder / SINGLE_FILE).exists():
         with ExitStack() as stack:
-            path = folder / SINGLE_FILE
-            return dict.fromkeys(_open(stack, path).keys(), path)
+            return dict.fromkeys(_open(stack, folder / SINGLE_FILE).keys(), folder / SINGLE_FILE)
     if (folder / INDEX_FILE).exists():
         index = Fields.from_file(folder / INDEX_FILE)
         places: dict[str, Path] = {}
@@ -292,8 +291,7 @@ def _allocate(
     norm = vector("model.norm.weight", config.hidden)
     head = embedding
     if own_head:
-        head = torch.empty(config.vocab, config.hidden, dtype=dtype)
-        targets[HEAD] = head
+        head = targets[HEAD] = torch.empty(config.vocab, config.hidden, dtype=dtype)
     return DecoderWeights(embedding, layers, norm, head), targets
 
 

@@ -13,7 +13,7 @@ from kvtier.io.base import Operation
 from kvtier.request import FinishReason
 from kvtier.scheduler import Scheduler, SchedulerLimits
 from kvtier.sequence import Sequence, SequenceState
-from kvtier.streams import STALL_S, StreamLimits
+from kvtier.streams import StreamLimits
 from tests.rows import directory_of
 
 BLOCK = LAYOUT.block_tokens
@@ -117,25 +117,6 @@ def test_it_starts_with_rows_for_all_its_length_and_the_next_one_waits_for_them(
     turns.until(second)
     turns.check_tokens(first, second)
     assert not turns.engine.given_up
-
-
-def test_rows_that_nobody_will_give_back_are_waited_for_as_long_as_it_says(
-    turns: Turns, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pinned = turns.dram.holdings.ask_rows(30, bytes(16))
-    [reply] = turns.dram.holdings.replies()
-    assert reply.number == pinned and reply.grants is not None
-    monkeypatch.setattr(turns.engine.scheduler._streams._store.hand_down, "check", lambda: None)
-    sequence = turns.add(0, 20)
-    begun_at = turns.now
-    while not turns.engine.given_up:
-        turns.step()
-        turns.now += 10 * STEP_S
-    assert turns.engine.given_up == [sequence] and STALL_S < turns.now - begun_at < STALL_S + 2
-    assert "needs 72.0 KiB of DRAM and NVMe" in turns.engine.reasons[0]
-    assert "there are 160 KiB for one request, other requests hold 0 B" in turns.engine.reasons[0]
-    turns.dram.holdings.give_rows(reply.grants)
-    turns.check_all_given_back()
 
 
 def test_of_two_that_wait_for_rows_of_each_other_the_later_one_is_given_up(

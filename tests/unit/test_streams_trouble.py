@@ -112,6 +112,26 @@ def test_a_row_of_somebody_elses_is_kept_for_as_long_as_the_one_that_it_is_used_
     assert [(record.priority, record.pinned) for record in dram.find(hashes)] == [(5, True), (0, False)]
 
 
+def test_rows_that_nobody_will_give_back_are_waited_for_as_long_as_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = Turns(tmp_path)
+    pinned = turns.dram.holdings.ask_rows(30, bytes(16))
+    [reply] = turns.dram.holdings.replies()
+    assert reply.number == pinned and reply.grants is not None
+    monkeypatch.setattr(turns.engine.scheduler._streams._store.hand_down, "check", lambda: None)
+    sequence = turns.add(0, 20)
+    begun_at = turns.now
+    while not turns.engine.given_up:
+        turns.step()
+        turns.now += 10 * STEP_S
+    assert turns.engine.given_up == [sequence] and STALL_S < turns.now - begun_at < STALL_S + 2
+    assert "needs 72.0 KiB of DRAM and NVMe" in turns.engine.reasons[0]
+    assert "there are 160 KiB for one request, other requests hold 0 B" in turns.engine.reasons[0]
+    turns.dram.holdings.give_rows(reply.grants)
+    turns.check_all_given_back()
+
+
 def corrupt_staged_rows(turns: Turns, sequence: Sequence, count: int, corrupted: set[Record]) -> None:
     """Rows on NVMe that a sequence has, and that are not `corrupted` yet, are other bytes from now on."""
     records = [home.lease.record for home in turns.homes(sequence).found.values() if home.tier is Tier.NVME]
