@@ -20,9 +20,10 @@ from kvtier.bell import Bell
 from kvtier.block import Tier
 from kvtier.config import EngineConfig
 from kvtier.device import Device, make_device
+from kvtier.drains import DRAIN_S
 from kvtier.errors import RequestError, Unavailable
 from kvtier.intake import Intake
-from kvtier.loop import DRAIN_S, EngineLoop
+from kvtier.loop import EngineLoop
 from kvtier.metrics import DEMOTIONS, LOAD_DECISIONS, PROMOTIONS, SHELVES, Metrics
 from kvtier.outbox import Outbox, Sink
 from kvtier.own_process import OwnProcess

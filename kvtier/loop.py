@@ -11,11 +11,11 @@ import logging
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass, field
 
 from kvtier.bell import Bell
 from kvtier.block import Tier
 from kvtier.cost import Work
+from kvtier.drains import Drain, Drains
 from kvtier.errors import Unavailable
 from kvtier.metrics import Metrics
 from kvtier.models.decoder import NonFiniteError
@@ -32,20 +32,9 @@ from kvtier.turns import StreamedTurns
 _log = logging.getLogger(__name__)
 
 PUBLISH_S = 0.1
-DRAIN_S = 60.0
-"""How long a drain tries to copy before it lets go without a copy."""
 IDLE_S = 5.0
 WAIT_S = 1.0
 """Longest sleeps of the loop with nothing at all, and with something under way, in case a wake is lost."""
-
-
-@dataclass(eq=False, slots=True)
-class Drain:
-    """A wish to push a tier down; `done` is set when nothing is left to push, or the loop has ended."""
-
-    tier: Tier
-    deadline: float
-    done: threading.Event = field(default_factory=threading.Event)
 
 
 class EngineLoop:
@@ -74,7 +63,7 @@ class EngineLoop:
         self._lock = threading.Lock()
         self._inbox: deque[Sequence] = deque()
         self._cancels: deque[int] = deque()
-        self._drains: deque[Drain] = deque()
+        self._drains = Drains(store)
         self._live: dict[int, Sequence] = {}
         self._closing = False
         self._failed = False
@@ -128,10 +117,9 @@ class EngineLoop:
     def drain(self, tier: Tier) -> Drain:
         """Ask for everything that nobody holds in `tier` to be pushed one tier down. Raises Unavailable if down."""
         self.process.refuse_elsewhere()
-        drain = Drain(tier, time.monotonic() + DRAIN_S)
         with self._lock:
             self.refuse_if_down()
-            self._drains.append(drain)
+            drain = self._drains.add(tier)
         self._bell.ring()
         return drain
 
@@ -168,8 +156,7 @@ class EngineLoop:
                 self._metrics.request_failures.add(1, "internal")
                 self._send(sequence, TokenEvent("", (), FinishReason.ERROR, None, error))
         finally:
-            for drain in self._drains:
-                drain.done.set()
+            self._drains.end()
 
     def _step(self) -> None:
         """One turn: intake, poll, schedule, pass (build, forward, sample, commit, emit), streamed layers, balance."""
@@ -185,7 +172,7 @@ class EngineLoop:
                 work = Work.of((part.start, part.count) for part in plan)
                 self._turns.note_step(work, now, time.monotonic())
         moved = self._stream(time.monotonic(), alone=not plan) if self._turns is not None else False
-        self._balance(now)
+        self._drains.work_off(now, self._closing)
         self._publish(now, idle=not plan and (self._turns is None or self._turns.deadline is None))
         if not (plan or moved):
             self._sleep(now)
@@ -281,15 +268,6 @@ class EngineLoop:
                 if event.finish_reason is not None:
                     del self._live[sequence.number]
                 self._outbox.post(sequence.number, session_of(sequence).mailbox, event)
-
-    def _balance(self, now: float) -> None:
-        while self._drains:
-            drain = self._drains[0]
-            if not self._store.drain(drain.tier, give_up=now > drain.deadline or self._closing):
-                self._store.poll(now)  # starts the writes that the drain wants: their ends ring the bell
-                return
-            self._drains.popleft()
-            drain.done.set()
 
     def _publish(self, now: float, idle: bool) -> None:
         if idle or now - self._published_at >= PUBLISH_S:

@@ -101,6 +101,7 @@ FLOORS = {
         "session",
         "loop",
         "own_process",
+        "drains",
         "bell",
         "turns",
         "allowance",

@@ -75,7 +75,7 @@ def _persistent(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A drain into a shelf that takes nothing is given up soon."""
-    monkeypatch.setattr("kvtier.loop.DRAIN_S", 0.5)
+    monkeypatch.setattr("kvtier.drains.DRAIN_S", 0.5)
 
 
 def config(

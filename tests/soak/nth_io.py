@@ -237,7 +237,7 @@ def _seams(seams: dict[str, FaultyCalls]) -> Iterator[None]:
     with (
         mock.patch("kvtier.assembly.open_dram_shelf", dram),
         mock.patch("kvtier.assembly.open_nvme_shelf", nvme),
-        mock.patch("kvtier.loop.DRAIN_S", 0.2),
+        mock.patch("kvtier.drains.DRAIN_S", 0.2),
         mock.patch.object(reopening, "RETRY_S", 0.05),
     ):
         yield

@@ -218,7 +218,7 @@ def test_a_salt_keeps_tenants_apart(engine: Engine) -> None:
 
 
 def test_an_evict_under_traffic_ends(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.loop.DRAIN_S", 40.0)
+    monkeypatch.setattr("kvtier.drains.DRAIN_S", 40.0)
     with opened(checkpoint) as engine:
         engine.generate(PROMPTS, GREEDY)
         over = threading.Event()

@@ -150,7 +150,7 @@ def test_unknown_numbers_are_cancelled_without_harm(tmp_path: Path) -> None:
 
 
 def test_a_drain_ends_though_a_write_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.loop.DRAIN_S", 0.1)
+    monkeypatch.setattr("kvtier.drains.DRAIN_S", 0.1)
     monkeypatch.setattr("kvtier.loop.WAIT_S", 0.05)
     setup = Setup(tmp_path, dram=16)
     setup.tiers.io[Tier.DRAM].hanging = {Operation.WRITE}
