@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,10 @@ from kvtier.serving.errors import ServingError
 SERVER_BINARY = "pytriton/tritonserver/bin/tritonserver"
 """Where `scripts/install_server.py` leaves the binary, below its target folder."""
 STUB = "triton_python_backend_stub"
+GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
+"""Where there is none of them (the second is WSL's) there is no GPU."""
+GPU_OPTIONS = {"--allow-gpu-metrics": "false", "--pinned-memory-pool-byte-size": "0"}
+"""What a server looks for at start even without a GPU, complaining of errors that are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +109,14 @@ def package_of(library: str) -> str:
         return python[1]
     stem, _, version = library.partition(".so")
     return (stem + version.split(".")[1] if version.count(".") else stem).lower().replace("_", "-")
+
+
+def arguments_without_gpu(given: Sequence[str], devices: Sequence[Path] = GPU_DEVICES) -> list[str]:
+    """Arguments that spare a server its search for a GPU where there is none, but for what was `given` already."""
+    if any(device.exists() for device in devices):
+        return []
+    names = {argument.partition("=")[0] for argument in given}
+    return [f"{name}={value}" for name, value in GPU_OPTIONS.items() if name not in names]
 
 
 def check_numpy(version: str) -> None:

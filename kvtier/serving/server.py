@@ -24,7 +24,7 @@ from typing import IO
 
 from kvtier.serving.errors import ServingError
 from kvtier.serving.http import ControlClient
-from kvtier.serving.locate import locate
+from kvtier.serving.locate import arguments_without_gpu, locate
 from kvtier.serving.processes import ModelProcess, clean_up, model_processes, server_setup
 from kvtier.serving.repository import models_of, overlay
 
@@ -222,6 +222,7 @@ class TritonServer:
             "--disable-auto-complete-config",
             f"--exit-timeout-secs={self.options.exit_timeout_s}",
             *self.ports.arguments(),
+            *arguments_without_gpu(extra),
             *extra,
         ]
 

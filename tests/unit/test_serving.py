@@ -19,7 +19,7 @@ from kvtier.cli import serve as serve_command
 from kvtier.cli.serve import parse
 from kvtier.serving import Ports, ServerOptions, ServingError, Watch
 from kvtier.serving.http import ControlClient, label, parse_metrics
-from kvtier.serving.locate import check_numpy, package_of
+from kvtier.serving.locate import arguments_without_gpu, check_numpy, package_of
 from kvtier.serving.processes import ModelProcess, server_setup
 from kvtier.serving.repository import models_of, overlay
 
@@ -28,6 +28,15 @@ def test_numpy_2_is_refused_with_the_remedy() -> None:
     check_numpy("1.26.4")
     with pytest.raises(ServingError, match=r"numpy 2\.1\.0 .*pip install 'numpy<2'"):
         check_numpy("2.1.0")
+
+
+def test_a_server_is_told_not_to_look_for_a_gpu_where_there_is_none(tmp_path: Path) -> None:
+    nowhere, device = tmp_path / "nowhere", tmp_path / "nvidiactl"
+    device.touch()
+    metrics, pool = "--allow-gpu-metrics=false", "--pinned-memory-pool-byte-size=0"
+    assert arguments_without_gpu([], [nowhere]) == [metrics, pool]
+    assert arguments_without_gpu(["--allow-gpu-metrics=true"], [nowhere]) == [pool], "what somebody asks for stays"
+    assert arguments_without_gpu([], [nowhere, device]) == []
 
 
 def test_a_missing_library_names_its_package() -> None:
