@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ from typing import Any
 import pytest
 
 from kvtier import Engine, EngineConfig, SamplingParams
-from kvtier.block import KVLayout
-from tests.engines import keepers
+from kvtier.block import KVLayout, Tier
+from kvtier.record import Record
+from tests.engines import keepers, knows_shelves, wait_for
 from tests.tiny import make_checkpoint
 
 ROOT = Path(__file__).parent.parent.parent
@@ -28,6 +30,7 @@ LAYOUT = KVLayout(3, 2, 16, BLOCK, "float32")
 SLOT_BYTES = LAYOUT.row_bytes + 4096
 PROMPTS = [[(7 * number + token * token) % 290 + 3 for token in range(6 * BLOCK + 5)] for number in range(6)]
 GREEDY = SamplingParams(max_tokens=6)
+SHELVES = (Tier.DRAM, Tier.NVME)
 
 
 def config(model: Path, cache: Path | None) -> EngineConfig:
@@ -44,6 +47,7 @@ def config(model: Path, cache: Path | None) -> EngineConfig:
         "tiers.nvme.path": cache,
         "tiers.load": "always",
         "tiers.linger_s": 0.5,
+        "tiers.fetch_deadline_s": 60,
     }
     return EngineConfig.load(None, values)
 
@@ -74,8 +78,25 @@ class EngineProcess:
             self._process.kill()
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
-        self._process.wait(60)
+        self._process.wait(120)
         self._process.stdout.close()
+
+
+def shelf_rows(engine: Engine, tier: Tier) -> list[Record]:
+    """What the engine knows to be on a shelf, between two changes."""
+    while True:
+        try:
+            return engine._store._shelves[tier].coldest(1000)
+        except RuntimeError:  # the engine's thread has just heard of another
+            continue
+
+
+def meet(*engines: EngineProcess) -> None:
+    """Wait until the engines know the same rows of the keeper that is there."""
+    end = time.monotonic() + 60
+    while (known := [engine.ask("known") for engine in engines]).count(known[0]) < len(known):
+        assert time.monotonic() < end, known
+        time.sleep(0.02)
 
 
 def main() -> None:
@@ -89,6 +110,9 @@ def main() -> None:
             elif name == "settle":
                 engine.evict("hbm")
                 answer = engine.stats()
+            elif name == "known":
+                wait_for(lambda: knows_shelves(engine, "dram", "nvme"))
+                answer = [sorted(record.block_hash.hex() for record in shelf_rows(engine, tier)) for tier in SHELVES]
             else:
                 answer = engine.stats()
             print(json.dumps(answer), flush=True)
@@ -127,6 +151,7 @@ def test_what_one_engine_computes_another_finds_in_dram_and_nvme(
         answer, origin = a.ask("generate", prompt)
         assert answer == tokens and origin["computed"] > 0
         a.ask("settle")
+    meet(a, b)
     found = {"dram": 0, "nvme": 0}
     for prompt, tokens in reversed(list(zip(PROMPTS, expected, strict=True))):  # the latest are still in DRAM
         answer, origin = b.ask("generate", prompt)
@@ -143,6 +168,7 @@ def test_an_engine_that_is_killed_leaves_its_work_to_the_others(
     a, b = start(), start()
     assert a.ask("generate", PROMPTS[0])[0] == expected[0] and b.ask("stats")
     a.ask("settle")
+    meet(a, b)
     a.end(signal.SIGKILL)
     answer, origin = b.ask("generate", PROMPTS[0])
     assert answer == expected[0] and origin["dram"] == 6 * BLOCK
@@ -153,10 +179,12 @@ def test_an_engine_that_is_killed_leaves_its_work_to_the_others(
     c = start()
     assert c.ask("generate", PROMPTS[5])[0] == expected[5]
     c.ask("settle")
+    meet(b, c)
     answer, origin = b.ask("generate", [*PROMPTS[5][:-1], 7])
     assert origin["hbm"] + origin["dram"] + origin["nvme"] == 6 * BLOCK
     fresh = [token % 280 + 9 for token in range(6 * BLOCK + 5)]
     (first, _), _ = c.ask("generate", fresh), c.ask("settle")
+    meet(b, c)
     answer, origin = b.ask("generate", fresh)
     assert answer == first and origin["dram"] == 6 * BLOCK, "both are with the new keeper"
 

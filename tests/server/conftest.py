@@ -115,7 +115,7 @@ def client(tiny: TritonServer) -> Iterator[Client]:
         yield connected
 
 
-def post(server: TritonServer, verb: str, body: object, timeout_s: float = 60) -> tuple[int, str]:
+def post(server: TritonServer, verb: str, body: object, timeout_s: float = 120) -> tuple[int, str]:
     """POST JSON to `generate` or `generate_stream`; returns status and body."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     request = urllib.request.Request(f"{server.http_url}/v2/models/{MODEL}/{verb}", data)

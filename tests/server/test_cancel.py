@@ -62,7 +62,7 @@ def test_closing_a_grpc_stream_frees_its_blocks(tiny: TritonServer, client: Clie
 
     def all_four_cancelled() -> bool:
         this = Round(tiny)
-        streams = [client.infer(request, timeout_s=60) for _ in range(4)]
+        streams = [client.infer(request, timeout_s=120) for _ in range(4)]
         for stream in streams:
             next(stream)
         for stream in streams:

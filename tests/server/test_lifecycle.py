@@ -33,13 +33,13 @@ def server(start_server: StartServer, repository: Path) -> Iterator[TritonServer
 
 
 def answer(server: TritonServer) -> str:
-    with Client(server.grpc_url, MODEL, timeout_s=10) as client:
-        return next(client.infer(INPUTS, timeout_s=30)).text
+    with Client(server.grpc_url, MODEL, timeout_s=120) as client:
+        return next(client.infer(INPUTS, timeout_s=120)).text
 
 
 def test_unload_and_load(server: TritonServer) -> None:
     before = answer(server)
-    server.control.unload(MODEL, 30)
+    server.control.unload(MODEL, 120)
     wait(lambda: not server.model_processes())
     counted = total(metrics(server)["kvtier_requests_total"])
     assert counted >= 1
@@ -47,7 +47,7 @@ def test_unload_and_load(server: TritonServer) -> None:
     assert total(gauges["kvtier_engine_up"]) == total(gauges["kvtier_tier_capacity_bytes"]) == 0
     with pytest.raises(ServerError):
         answer(server)
-    server.control.load(MODEL, 60)
+    server.control.load(MODEL, 120)
     assert answer(server) == before
     wait(lambda: total(metrics(server)["kvtier_requests_total"]) == counted + 1)
     assert total(metrics(server)["kvtier_engine_up"]) == 1
@@ -56,9 +56,9 @@ def test_unload_and_load(server: TritonServer) -> None:
 def test_a_reload_comes_back_warm_from_nvme(server: TritonServer) -> None:
     with Client(server.grpc_url, MODEL) as client:
         inputs = {"text_input": "abcdefgh" * 30, "max_tokens": 2}
-        cold = next(client.infer(inputs, timeout_s=30)).outputs
+        cold = next(client.infer(inputs, timeout_s=120)).outputs
         server.reload(MODEL)
-        warm = next(client.infer(inputs, timeout_s=30)).outputs
+        warm = next(client.infer(inputs, timeout_s=120)).outputs
     assert cold["prompt_tokens_computed"] > 200
     assert warm["prompt_tokens_nvme"] > 200
     assert warm["output_ids"] == cold["output_ids"]
@@ -90,7 +90,7 @@ def test_a_bad_model_is_refused_by_name_and_the_good_one_goes_on(
     overrides = tiny_overrides(tiny_checkpoint, tmp_path / "cache") | make(tmp_path / "checkpoint")
     add_model(repository, name, overrides, tmp_path)
     with pytest.raises(ServingError) as caught:
-        server.control.load(name, 60)
+        server.control.load(name, 120)
     for word in words:
         assert word in str(caught.value)
     assert answer(server)
@@ -101,16 +101,16 @@ def test_a_second_engine_on_the_same_cache_directory_serves_without_it(
 ) -> None:
     overrides = tiny_overrides(tiny_checkpoint, repository.parent / "cache") | {"tiers.nvme.wait_s": "0.2"}
     add_model(repository, "neighbour", overrides, tmp_path)
-    server.control.load("neighbour", 60)
+    server.control.load("neighbour", 120)
     with Client(server.grpc_url, "neighbour") as client:
-        assert next(client.infer(INPUTS, timeout_s=30)).text == answer(server)
+        assert next(client.infer(INPUTS, timeout_s=120)).text == answer(server)
 
     def capacity(model: str, tier: str) -> float:
         return total(metrics(server)["kvtier_tier_capacity_bytes"], model=model, tier=tier)
 
     wait(lambda: capacity("neighbour", "dram") > 0)
     assert capacity("neighbour", "nvme") == 0 < capacity(MODEL, "nvme")
-    server.control.unload("neighbour", 30)
+    server.control.unload("neighbour", 120)
 
 
 def test_chat_needs_a_model_with_a_template(server: TritonServer, repository: Path, tmp_path: Path) -> None:
@@ -118,13 +118,13 @@ def test_chat_needs_a_model_with_a_template(server: TritonServer, repository: Pa
     settings = checkpoint / "tokenizer_config.json"
     settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": None}))
     add_model(repository, "no-template", tiny_overrides(checkpoint, tmp_path / "cache"), tmp_path)
-    server.control.load("no-template", 60)
+    server.control.load("no-template", 120)
     with Client(server.grpc_url, "no-template") as client:
         with pytest.raises(ServerError, match="chat: this model has no chat template") as refused:
-            list(client.infer({**INPUTS, "chat": "true"}, timeout_s=30))
+            list(client.infer({**INPUTS, "chat": "true"}, timeout_s=120))
         assert refused.value.status == "INVALID_ARGUMENT"
-        assert list(client.infer(INPUTS, timeout_s=30))
-    server.control.unload("no-template", 30)
+        assert list(client.infer(INPUTS, timeout_s=120))
+    server.control.unload("no-template", 120)
 
 
 def unwritable(folder: Path) -> dict[str, str]:
@@ -151,16 +151,16 @@ def test_a_cache_directory_that_cannot_be_used_is_a_clear_error_or_goes_unused(
         assert "tiers.nvme" in refusal or "cache directory" in refusal
     else:
         with Client(server.grpc_url, make.__name__) as client:
-            assert next(client.infer(INPUTS, timeout_s=30)).text == answer(server)
+            assert next(client.infer(INPUTS, timeout_s=120)).text == answer(server)
         assert total(metrics(server)["kvtier_tier_capacity_bytes"], model=make.__name__, tier="nvme") == 0
-        server.control.unload(make.__name__, 30)
+        server.control.unload(make.__name__, 120)
     assert answer(server)
 
 
 def load(server: TritonServer, model: str) -> str:
     """Why the server refuses to load a model; empty if it does not."""
     try:
-        server.control.load(model, 60)
+        server.control.load(model, 120)
     except ServingError as error:
         return str(error)
     return ""

@@ -65,7 +65,7 @@ def expected(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) ->
 def ask(server: TritonServer, number: int) -> dict[str, Any]:
     with Client(server.grpc_url, MODEL) as client:
         inputs = {"input_ids": PROMPTS[number], "max_tokens": OUTPUT, "sampling_parameters": GREEDY}
-        return next(client.infer(inputs, timeout_s=60)).outputs
+        return next(client.infer(inputs, timeout_s=120)).outputs
 
 
 def computed(outputs: dict[str, Any]) -> bool:

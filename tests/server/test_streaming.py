@@ -32,7 +32,7 @@ def ask(client: Client, prompt: str = PROMPT, stream: bool = True, **inputs: obj
         **ASKED,
         **inputs,
     }
-    return list(client.infer(wanted, timeout_s=60))
+    return list(client.infer(wanted, timeout_s=120))
 
 
 def origins(response: Response) -> dict[str, int]:
@@ -67,13 +67,13 @@ def test_generate_and_generate_stream_agree_with_grpc(smollm2: TritonServer, grp
 def test_token_ids_and_chat_reach_the_model(grpc: Client) -> None:
     by_text = ask(grpc, stream=False)[0].outputs["output_ids"]
     inputs = {"input_ids": by_text[:8], "max_tokens": 4, "sampling_parameters": GREEDY}
-    assert len(next(iter(grpc.infer(inputs, timeout_s=60))).outputs["output_ids"]) == 4
+    assert len(next(iter(grpc.infer(inputs, timeout_s=120))).outputs["output_ids"]) == 4
     question = "What is the capital of France?"
     plain = ask(grpc, question, stream=False)[0]
     wrapped = ask(grpc, question, stream=False, chat="true")[0]
     messages = json.dumps([{"role": "user", "content": question}])
     listed = next(
-        grpc.infer({"chat": messages, "max_tokens": 24, "sampling_parameters": GREEDY, **ASKED}, timeout_s=60)
+        grpc.infer({"chat": messages, "max_tokens": 24, "sampling_parameters": GREEDY, **ASKED}, timeout_s=120)
     )
     assert plain.outputs["num_input_tokens"] < 10 < wrapped.outputs["num_input_tokens"], "no chat template was applied"
     assert listed.outputs["output_ids"] == wrapped.outputs["output_ids"] != plain.outputs["output_ids"]
@@ -99,7 +99,7 @@ def test_the_batcher_hands_over_single_requests_and_lists(smollm2: TritonServer,
 
     def refused(_: int) -> str:
         with pytest.raises(ServerError) as caught:
-            list(grpc.infer(chapter, timeout_s=60))
+            list(grpc.infer(chapter, timeout_s=120))
         return str(caught.value)
 
     def some_came_as_a_list() -> bool:
