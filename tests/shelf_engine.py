@@ -76,12 +76,18 @@ class EngineCommands:
         self._leases: dict[str, list[Lease]] = {}
         self._asked: dict[str, list[Grant]] = {}
 
-    def open(self, wait_s: float) -> list[str]:
-        """Open the shelves; the tiers that are there."""
-        if self._shared.try_open(wait_s):
+    def open(self, wait_s: float, least: int = 0) -> list[str]:
+        """Open the shelves, and wait for those that come later until there are so many; the tiers that are there."""
+
+        def complete() -> bool:
+            self._shared.poll(time.monotonic())
             for tier, shelf in self._shared.shelves.items():
                 self._users.setdefault(tier.value, ShelfUser(shelf, self._bell))
-        return list(self._users)
+            return len(self._users) >= least and (not least or self._whole())
+
+        if self._shared.try_open(wait_s):
+            self._until(complete, wait_s)
+        return sorted(self._users)
 
     def reopen(self, wait_s: float) -> list[str]:
         """Once its shelves are over, close them and open what is there then; the tiers."""
@@ -92,7 +98,7 @@ class EngineCommands:
         self._users.clear()
         self._leases.clear()
         self._asked.clear()
-        return self.open(wait_s)
+        return self.open(wait_s, 2)
 
     def refusal(self) -> str:
         """Why there are none."""

@@ -35,7 +35,7 @@ def start(tmp_path: Path, nursery: Nursery) -> Iterator[Start]:
     def start_one(*arguments: float, name: str = "cache", opened: bool = True, linger_s: float = 2.0) -> Worker:
         workers.append(nursery.engine(tmp_path / name, *arguments, linger_s=linger_s))  # type: ignore[arg-type]
         if opened:
-            assert workers[-1]("open", 60) == list(BOTH)
+            assert workers[-1]("open", 60, 2) == list(BOTH)
         return workers[-1]
 
     yield start_one
@@ -155,7 +155,9 @@ def test_a_killed_engine_gives_its_reservations_rows_and_leases_back(start: Star
     assert b("hits", "dram", 1, 0, 3) == 3, "leased rows stay"
     a.kill()
     assert b("write", "dram", 3, 0, 9, 60) >= 9 and b("hits", "dram", 3, 0, 9) == 9, "all but b's stock of 3"
-    assert b("hits", "dram", 1, 0, 3) == 0
+    assert b("write", "dram", 5, 0, 3, 60) == 3 and b("hits", "dram", 1, 0, 3) == 0, (
+        "those of the dead were the coldest"
+    )
     b("check")
 
 
@@ -214,7 +216,7 @@ def test_leases_and_asked_rows_outlive_the_keeper_and_guard_their_rows_under_the
 def test_two_first_engines_at_once_have_one_keeper(start: Start) -> None:
     workers = [start(opened=False) for _ in range(3)]
     for worker in workers:
-        worker.start("open", 60)
+        worker.start("open", 60, 2)
     assert [worker.answer() for worker in workers] == [list(BOTH)] * 3
     assert len({worker("keeper") for worker in workers}) == 1
     assert workers[0]("write", "dram", 1, 0, 9, 60) == 9 and workers[2]("known", "dram", 1, 0, 9, 60) == 9
@@ -254,7 +256,7 @@ def test_a_keeper_does_not_wait_for_a_survivor_that_is_stopped_and_it_comes_back
     try:
         os.kill(keeper, signal.SIGKILL)
         b = start(opened=False)
-        assert b("open", 60) == ["nvme"], "no DRAM while there is one that may still come"
+        assert b("open", 60, 1) == ["nvme"], "no DRAM while there is one that may still come"
         assert b("hits", "nvme", 1, 0, 20) == 20
         assert b("outcomes", "nvme", 2, 0, 2) == [None, None], "nobody knows what the survivor is writing to"
     finally:

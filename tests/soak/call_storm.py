@@ -122,7 +122,7 @@ def _prepare(nursery: Nursery, path: Path) -> None:
 
 def _script(traced: Worker) -> bool:
     """Open, do everything, close; whether it died over it."""
-    for command, *arguments in (("open", 30), ("script", SCRIPT_SEED), ("close",)):
+    for command, *arguments in (("open", 60, 2), ("script", SCRIPT_SEED), ("close",)):
         with contextlib.suppress(BrokenPipeError):
             traced.start(str(command), *arguments)
         if traced.died():

@@ -94,7 +94,7 @@ def caps(count: int, seed: int, scratch: Path) -> Numbers:
 
 def _start(crew: Crew, tenant: str) -> Worker:
     engine = crew.new(tenant=tenant)
-    assert engine("open", OPEN_S) == list(BOTH)
+    assert engine("open", OPEN_S, 2) == list(BOTH)
     return engine
 
 

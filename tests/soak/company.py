@@ -29,7 +29,7 @@ def crowd(count: int, seed: int, scratch: Path) -> Numbers:
             with contextlib.ExitStack() as company:
                 more = [company.enter_context(crew.new()) for _ in range(OWNERS_MAX - 2)]
                 for engine in more:
-                    engine.start("open", OPEN_S)
+                    engine.start("open", OPEN_S, 2)
                 assert [engine.answer() for engine in more] == [list(BOTH)] * len(more)
                 last = company.enter_context(crew.new())
                 refused(last, f"{OWNERS_MAX} engines")
@@ -84,7 +84,7 @@ def two_layouts(count: int, seed: int, scratch: Path) -> Numbers:
         for turn in range(count):
             crew.start_lives(LIFE_SEED + seed + 10 * turn, MANY, COMPANY_S)
             with crew.new(**before) as other, crew.new(**new) as another:
-                assert other("open", OPEN_S) == ["nvme"] and "tiers.dram.bytes" in other("refusal")
+                assert other("open", OPEN_S, 1) == ["nvme"] and "tiers.dram.bytes" in other("refusal")
                 assert other("reserve", "nvme", 4) == 4
                 assert another("open", OPEN_S) == [] and "tiers.nvme.bytes" in another("refusal")
                 most_bytes = max(most_bytes, _file_bytes(crew.path))

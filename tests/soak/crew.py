@@ -87,7 +87,7 @@ class Crew:
         else:
             self.engines[place] = engine
         begun = time.monotonic()
-        tiers = engine("open", OPEN_S)
+        tiers = engine("open", OPEN_S, 2)
         assert tiers == list(BOTH), (tiers, engine("refusal"))
         self.opened_s.append(time.monotonic() - begun - starved_s(engine.pid))
         return engine

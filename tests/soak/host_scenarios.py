@@ -75,10 +75,10 @@ def orphan_writes(count: int, seed: int, scratch: Path) -> Numbers:
                 assert gained == IN_FLIGHT, "its slots never came back"
                 held += kept
                 crew.engines[0] = crew.new()
-                assert crew.engines[0]("open", OPEN_S) == list(BOTH)
+                assert crew.engines[0]("open", OPEN_S, 2) == list(BOTH)
                 other.kill()  # what it has reserved is free again
                 crew.engines[1] = crew.new()
-                assert crew.engines[1]("open", OPEN_S) == list(BOTH)
+                assert crew.engines[1]("open", OPEN_S, 2) == list(BOTH)
                 for engine in crew.engines[:2]:
                     engine("write", "nvme", AFTER_SEED + engine("owner"), 0, 4, 30)
                 for engine in crew.engines:
@@ -100,7 +100,7 @@ def disk_full(count: int, seed: int, scratch: Path) -> Numbers:
             _fill(filler, disk)
             with Nursery() as nursery:
                 engine = nursery.engine(disk / "refused", linger_s=0.1)
-                assert engine("open", OPEN_S) == ["dram"], "there was no room for a slab"
+                assert engine("open", OPEN_S, 1) == ["dram"], "there was no room for a slab"
                 assert "tiers.nvme.bytes: the slab needs" in engine("refusal")
                 assert engine("write", "dram", seed, 0, 5, 30) == 5 and engine("hits", "dram", seed, 0, 5) == 5
                 keeper = engine("keeper")
@@ -132,7 +132,7 @@ def pid_namespaces(count: int, seed: int, scratch: Path) -> Numbers:
         for turn in range(count):
             path = scratch / f"cache{turn}"
             first, second = (nursery.engine(path, dram_slots=200, linger_s=0.1) for nursery in inside)
-            assert first("open", OPEN_S) == list(BOTH) == second("open", OPEN_S)
+            assert first("open", OPEN_S, 2) == list(BOTH) == second("open", OPEN_S)
             assert first("owner") != second("owner")
             for tier in BOTH:
                 assert first("write", tier, seed, 0, PRELUDE, 30) == PRELUDE
@@ -149,7 +149,7 @@ def pid_namespaces(count: int, seed: int, scratch: Path) -> Numbers:
             first.drop()
             inside[0] = stack.enter_context(Nursery(NAMESPACES))
             third = inside[0].engine(path, dram_slots=200, linger_s=0.1)
-            assert third("open", OPEN_S) == list(BOTH) and second("joined", OPEN_S)
+            assert third("open", OPEN_S, 2) == list(BOTH) and second("joined", OPEN_S)
             for engine in (second, third):
                 for tier in BOTH:
                     assert engine("hits", tier, seed, 0, PRELUDE) == PRELUDE, f"{tier} is not warm"

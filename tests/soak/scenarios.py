@@ -157,7 +157,7 @@ def first_engines(count: int, seed: int, scratch: Path) -> Numbers:
             path = scratch / f"cache{turn}"
             engines = [nursery.engine(path, linger_s=0.1) for _ in range(3)]
             for engine in engines:
-                engine.start("open", OPEN_S)
+                engine.start("open", OPEN_S, 2)
             assert [engine.answer() for engine in engines] == [list(BOTH)] * 3
             keepers = {engine("keeper") for engine in engines}
             assert len(keepers) == 1 and len({engine("owner") for engine in engines}) == 3

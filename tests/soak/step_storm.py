@@ -108,7 +108,7 @@ def _engine_step(nursery: Nursery, path: Path, step: int, slots: int) -> tuple[i
     with first_keeper(nursery, path, linger_s=0.2), _crew(nursery, path, slots) as crew:
         crew.publish(PRELUDE_SEED, PRELUDE)
         scripted = crew.new(kill_at=step)
-        assert scripted("open", 30) == list(BOTH)
+        assert scripted("open", 60, 2) == list(BOTH)
         scripted.start("script", SCRIPT_SEED)
         crew.start_lives(LIFE_SEED, 1000 if slots == TIGHT else LIFE_BLOCKS_MAX, LIFE_S)
         came = scripted.died() if step else scripted.answer()
