@@ -211,15 +211,11 @@ class Streams:
 
     def _shortage(self, sequence: Sequence) -> str:
         """What a sequence has waited for in vain, in bytes."""
-        stream, row_bytes, hand_down = (
-            self._streams.get(sequence.number),
-            self._store.layout.row_bytes,
-            self._store.hand_down,
-        )
+        stream, row_bytes = self._streams.get(sequence.number), self._store.layout.row_bytes
         if stream is not None and stream.homes.begun and stream.homes.lacking <= 0:
             return STALLED
         rows = self._store.capacities()
-        there = rows.get(Tier.DRAM.value, 0) + min(rows.get(Tier.NVME.value, 0), hand_down.staged_max)
+        there = rows.get(Tier.DRAM.value, 0) + min(rows.get(Tier.NVME.value, 0), self._store.hand_down.staged_max)
         others = (other.homes for other in self._streams.values() if other is not stream)
         held = sum(homes.held(tier) for homes in others for tier in (Tier.DRAM, Tier.NVME))
         return (
