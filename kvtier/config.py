@@ -92,7 +92,7 @@ class IoConfig(_Section):
     readers: int = Field(4, ge=1, le=64)
     writers: int = Field(2, ge=1, le=64)
     in_flight_max: int = Field(256, ge=1, le=65536)
-    """Rows in transfer at once, per shelf and direction."""
+    """Rows in transfer at once, per shelf and direction; half of the reads for loads, half for streamed contexts."""
 
     @property
     def reads_at_once(self) -> int:
