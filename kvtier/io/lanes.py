@@ -67,9 +67,11 @@ class LanedEngine:
     """`IoEngine` over two lanes."""
 
     def __init__(self, reads: Lane, writes: Lane, queue_max: int, outcomes: Outcomes) -> None:
-        """`queue_max` bounds the reads in flight and, separately, the writes and syncs."""
+        """`queue_max` bounds the reads in flight and, separately, the writes and syncs. Hires for both lanes."""
         assert queue_max > 0
         self._reads, self._writes = reads, writes
+        reads.hire()
+        writes.hire()
         self._queue_max = queue_max
         self._outcomes = outcomes
 

@@ -61,7 +61,6 @@ class ThreadLane:
         self._waiting: deque[IoRequest] = deque()
         self._running = 0
         self._closed = False
-        self.hire()
 
     def hire(self) -> bool:
         """See `Lane`."""

@@ -66,7 +66,6 @@ class RingLane:
         self._under_way = 0
         """Requests that have no result yet."""
         self._closed = False
-        self.hire()
         _OPENED.add(self)
 
     def hire(self) -> bool:

@@ -316,6 +316,16 @@ def test_a_closing_engine_tells_what_hangs_in_the_kernel_and_gives_its_result_wh
     assert rows.result().tag == 1 and bytes(target) == b"late" * (PAGE // 4) and rows.engine.in_flight == 0
 
 
+def test_where_the_second_ring_is_not_to_be_had_nothing_is_left_of_the_first() -> None:
+    descriptors, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    calls = FaultyCalls([Fault(Call.SETUP, 2, Effect.ERROR, errno.ENOMEM)])
+    with pytest.raises(OSError, match="injected"):
+        UringEngine(calls, 2, 2, 8, Bell())
+    gc.collect()
+    assert threading.active_count() <= threads
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= descriptors)
+
+
 def test_one_submission_goes_to_both_rings_up_to_the_first_that_has_no_room(file: int) -> None:
     rows = Rows(file)
     reads = [read_of(file, tag, aligned(PAGE), tag=tag) for tag in range(9)]
