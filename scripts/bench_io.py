@@ -30,7 +30,9 @@ from kvtier.errors import KvtierError  # noqa: E402
 DESCRIPTION = """\
 Measure slab, I/O engine and verification together, with rows that are not in any cache, beside what fio gets of the
 same disk at the same length and depth. The goals: 0.95 of fio, at most 35 ms of CPU per GB for I/O and 45 for
-verification, 0.7 of the rate with a Python thread that never rests. Twice --gib of the disk are written and given back.
+verification, 0.7 of the rate with a Python thread that never rests. Beside the CPU of I/O stands that of fio, beside
+that of verification what it takes to read the memory of the rows once. Twice --gib of the disk are written and given
+back.
 """
 ENGINES = ("uring", "threads")
 
@@ -103,9 +105,10 @@ def one_round(tier: NvmeTier, fio: Fio | None, case: Case, number: int) -> Round
     if not number % 2:
         load, store = tier.load(io, number), tier.store(io, number)
     plain_load, plain_store = tier.load(io, number, verified=False), tier.store(io, number, summed=False)
+    memory = tier.read_memory(number)
     with busy_thread():
         busy_load = tier.load(io, number)
-    return Round(load, store, plain_load, plain_store, busy_load, fio_load, fio_store)
+    return Round(load, store, plain_load, plain_store, memory, busy_load, fio_load, fio_store)
 
 
 def _row_bytes(text: str) -> int:

@@ -25,6 +25,8 @@ class Round:
     """Without verification."""
     plain_store: Pass
     """With sums that were known."""
+    memory: Pass
+    """The memory that rows are read into, read once."""
     busy_load: Pass
     """Beside a busy Python thread; its CPU time has that of the thread in it."""
     fio_load: FioPass | None
@@ -51,10 +53,13 @@ class Case:
             "store_gb_s": middle(lambda one: one.store.bytes_s / 1e9),
             "load_of_fio": None,
             "store_of_fio": None,
+            "fio_load_ms_gb": None,
+            "fio_store_ms_gb": None,
             "load_io_ms_gb": middle(lambda one: one.plain_load.cpu_ms_gb),
             "load_verify_ms_gb": middle(lambda one: one.load.cpu_ms_gb - one.plain_load.cpu_ms_gb),
             "store_io_ms_gb": middle(lambda one: one.plain_store.cpu_ms_gb),
             "store_sums_ms_gb": middle(lambda one: one.store.cpu_ms_gb - one.plain_store.cpu_ms_gb),
+            "memory_read_ms_gb": middle(lambda one: one.memory.cpu_ms_gb),
             "busy_of_load": middle(lambda one: one.busy_load.bytes_s / one.load.bytes_s),
         }
         pairs = [(one.load.bytes_s, one.fio_load.bytes_s) for one in self.rounds if one.fio_load is not None]
@@ -66,23 +71,27 @@ class Case:
         if pairs:
             found["store_of_fio"] = median(ours / fio for ours, fio in pairs)
             found["fio_store_gb_s"] = median(fio / 1e9 for _, fio in pairs)
+            found["fio_store_ms_gb"] = median(
+                one.fio_store.cpu_ms_gb for one in self.rounds if one.fio_store is not None
+            )
         return found
 
 
 def print_report(cases: Sequence[Case], console: Console) -> None:
     """One line for each case."""
     table = Table(title="The NVMe tier alone, medians of rounds in turn; CPU in ms per GB")
-    for name in ("rows", "depth", "engine", "load GB/s", "of fio", "store GB/s", "of fio", "I/O: load", "store"):
+    for name in ("rows", "depth", "engine", "load GB/s", "of fio", "store GB/s", "of fio"):
         table.add_column(name, justify="left" if name == "engine" else "right")
-    for name in ("verify: load", "store", "beside busy Python"):
+    for name in ("I/O: load", "of fio", "store", "of fio", "verify: load", "store", "one read", "beside busy Python"):
         table.add_column(name, justify="right")
     for case in cases:
         found = case.numbers()
         table.add_row(
             *(f"{case.row_bytes >> 10} KiB", str(case.depth), case.engine),
             *(_shown(found[key], 2) for key in ("load_gb_s", "load_of_fio", "store_gb_s", "store_of_fio")),
-            *(_shown(found[key], 0) for key in ("load_io_ms_gb", "store_io_ms_gb")),
-            *(_shown(found[key], 0) for key in ("load_verify_ms_gb", "store_sums_ms_gb")),
+            *(_shown(found[key], 0) for key in ("load_io_ms_gb", "fio_load_ms_gb")),
+            *(_shown(found[key], 0) for key in ("store_io_ms_gb", "fio_store_ms_gb")),
+            *(_shown(found[key], 0) for key in ("load_verify_ms_gb", "store_sums_ms_gb", "memory_read_ms_gb")),
             _shown(found["busy_of_load"], 2),
         )
     console.print(table)
@@ -112,6 +121,11 @@ def plot(cases: Sequence[Case], file: Path) -> None:
         heights = [n[key] or 0.0 for n in numbers]
         right.bar(range(len(cases)), heights, 0.6, bottom=bottom, label=label)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+    for x, n in enumerate(numbers):
+        fio = n["fio_load_ms_gb"] or 0.0
+        least = (fio, fio + (n["memory_read_ms_gb"] or 0.0))
+        said = {} if x else {"label": "fio, and one read of the memory"}
+        right.hlines(least, x - 0.4, x + 0.4, color="black", linestyle="dashed", **said)
     right.set(title="CPU of a load", ylabel="ms per GB")
     for axes in (left, right):
         axes.set_xticks(range(len(cases)), names)
