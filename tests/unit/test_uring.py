@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.config import environment
 from kvtier.io.base import Ended, IoRequest, IoResult, KernelCalls, Operation, Ring
 from kvtier.io.faulty import Call, Effect, Fault, FaultyCalls
 from kvtier.io.uring import UringEngine
@@ -363,7 +364,24 @@ assert engine.poll()[0].moved_bytes == 4096 and engine.close(10.0) == 0
 
 def test_a_forked_child_has_no_ring_and_the_parents_goes_on(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"x" * PAGE)
-    subprocess.run([sys.executable, "-c", FORKED, str(tmp_path / "file")], check=True, timeout=60)
+    plain = {name: value for name, value in environment().items() if name != "LD_PRELOAD"}  # no sanitizer of Python
+    subprocess.run([sys.executable, "-c", FORKED, str(tmp_path / "file")], check=True, timeout=60, env=plain)
+
+
+def test_a_child_may_ask_an_engine_of_its_parent_for_anything_and_gets_nothing(file: int) -> None:
+    rows = Rows(file)
+    read = read_of(file, 5, aligned(PAGE))
+    child = os.fork()
+    if child == 0:
+        try:
+            taken = rows.engine.submit([read]) + rows.engine.room(Operation.READ) + rows.engine.close(1.0)
+            rows.engine.cancel(Operation.READ)
+            os._exit(len(rows.engine.poll()) + taken)
+        finally:
+            os._exit(255)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert rows.engine.submit([read]) == 1 and rows.result().moved_bytes == PAGE
+    assert bytes(read.buffers[0]) == CONTENT[5 * PAGE : 6 * PAGE] and rows.engine.close(10.0) == 0
 
 
 def test_what_an_engine_dropped_while_it_moves_bytes_was_given_stays_until_they_have_moved(tmp_path: Path) -> None:
