@@ -28,6 +28,7 @@ def opened(checkpoint: Path, **overrides: object) -> Iterator[Engine]:
         "tiers.hbm.bytes": "4MiB",
         "tiers.dram.bytes": "4MiB",
         "tiers.load": "always",
+        "tiers.fetch_deadline_s": 60,
     }
     config = EngineConfig.load(None, values | {name.replace("__", "."): value for name, value in overrides.items()})
     with Engine(config) as engine:

@@ -69,6 +69,7 @@ def test_two_thousand_requests_leave_no_trace(engine: Engine) -> None:
     serve(engine, chance, REQUESTS - WARM_REQUESTS)
     grown = used_bytes() - warm
     engine.evict("hbm")
+    wait_for(lambda: not engine._loop._live)  # who has been cancelled last
     wait_for(lambda: engine.stats()["waiting_writes"] == 0 and not engine._store.busy)  # what goes on to NVMe
     stats = engine.stats()
     assert stats["dram_evictions"] > 200 and stats["nvme_evictions"] > 200 and stats["hbm_evictions"] > 200

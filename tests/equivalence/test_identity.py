@@ -104,6 +104,7 @@ def configured(model: Path, cache: Path, **overrides: object) -> EngineConfig:
         "tiers.nvme.bytes": "8MiB",
         "tiers.nvme.path": cache,
         "tiers.linger_s": 0.2,
+        "tiers.fetch_deadline_s": 60,
         "tiers.load": "always",
     }
     return EngineConfig.load(None, values | overrides)
@@ -160,7 +161,7 @@ def opened(model: Path, cache: Path, other: Other = SAME) -> Iterator[Engine]:
     with patched(other):
         engine = Engine(configured(model, cache, **other.config))
     with engine:
-        wait_for(lambda: knows_shelves(engine, "nvme"))
+        wait_for(lambda: knows_shelves(engine, "dram", "nvme"))
         yield engine
 
 

@@ -16,7 +16,7 @@ from kvtier import Engine, EngineConfig, SamplingParams
 from kvtier.block import KVLayout
 from kvtier.cache_directory import layout_name
 from kvtier.digest_memory import DigestFile
-from tests.engines import end_keepers, keepers, wait_for
+from tests.engines import end_keepers, keepers, knows_shelves, wait_for
 from tests.tiny import make_checkpoint
 
 BLOCK, BLOCKS = 16, 6
@@ -64,6 +64,7 @@ def configured(model: Path, cache: Path | None, sharing: bool = True, wait_s: fl
         "tiers.nvme.wait_s": wait_s,
         "tiers.linger_s": 0.1,
         "tiers.load": "always",
+        "tiers.fetch_deadline_s": 60,
     }
     return EngineConfig.load(None, values)
 
@@ -106,6 +107,7 @@ def test_everything_in_the_cache_directory_is_private_under_umask_0(model: Path,
     for name in ("digests.new", f"{FOLDER}/journal.new"):
         (cache / name).touch()
     with Engine(configured(model, cache, sharing)) as engine:
+        wait_for(lambda: knows_shelves(engine, "dram", "nvme"))
         assert engine.generate([PROMPT], GREEDY)[0].origin["nvme"] == BLOCKS * BLOCK
         wait_for(lambda: not (cache / FOLDER / "journal.new").exists())
         assert set(contents(cache)) == (SHARED if sharing else ALONE)

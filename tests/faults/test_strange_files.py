@@ -69,6 +69,7 @@ def configured(model: Path, cache: Path | None, sharing: bool) -> EngineConfig:
         "tiers.nvme.wait_s": 0.3,
         "tiers.linger_s": 0.1,
         "tiers.load": "always",
+        "tiers.fetch_deadline_s": 60,
     }
     return EngineConfig.load(None, values)
 
