@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from kvtier.door import INPUTS
+from kvtier.door.values import unknown
 from kvtier.errors import KvtierError
 
 _NUMPY_TYPES: dict[str, type] = {
@@ -166,7 +167,7 @@ class Client:
             tensor.set_data_from_numpy(value)
             return tensor
         if name not in INPUTS:
-            raise ValueError(f"{name}: no such input; known are {', '.join(INPUTS)}")
+            raise ValueError(f"inputs: {unknown(name, INPUTS)}")
         wire_type = INPUTS[name].data_type.removeprefix("TYPE_").replace("STRING", "BYTES")
         values = value if isinstance(value, (list, tuple)) else [value]
         kinds = _PYTHON_TYPES[wire_type]
