@@ -69,6 +69,7 @@ def keeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tender]:
     caller.hang_up()
     thread.join(60)
     assert not thread.is_alive(), "the keeper does not leave"
+    until(lambda: not any(one.name in ("kvtier-opening", "kvtier-closing") for one in threading.enumerate()))
     stopper.close()
     cache.close()
 
