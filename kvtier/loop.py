@@ -24,7 +24,7 @@ from kvtier.own_process import OwnProcess
 from kvtier.request import FinishReason, TokenEvent
 from kvtier.runner import Runner
 from kvtier.scheduler import Scheduler
-from kvtier.sequence import ScheduledSequence, Sequence
+from kvtier.sequence import ScheduledSequence, Sequence, SequenceState
 from kvtier.session import session_of
 from kvtier.store import Store
 from kvtier.turns import StreamedTurns
@@ -164,8 +164,10 @@ class EngineLoop:
         now = time.monotonic()
         self._store.poll(now)
         plan = self._scheduler.schedule(now)
-        for sequence, why in self._scheduler.take_stalled():
-            self._fail(sequence, Unavailable(why))
+        if given_up := self._scheduler.take_stalled():
+            for sequence, why in given_up:
+                self._fail(sequence, Unavailable(why))
+            plan = [part for part in plan if part.sequence.state is not SequenceState.FINISHED]
         if plan:
             self._pass(plan)
             if self._turns is not None:

@@ -211,6 +211,28 @@ def test_gauges_follow_and_the_engine_is_up_only_while_it_takes_requests(tmp_pat
     assert sum(metrics.prompt_tokens.value(origin) for origin in ("hbm", "dram", "nvme", "computed")) == 10
 
 
+def test_a_sequence_that_is_given_up_when_it_has_been_planned_is_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup = Setup(tmp_path)
+    for number in range(2):
+        setup.loop.add(setup.sequence(number), live_max=2)
+    scheduler, given_up = setup.loop._scheduler, list[tuple[Sequence, str]]()
+
+    def take_stalled() -> list[tuple[Sequence, str]]:
+        found = [(one, "lost again") for one in scheduler.sequences if one.number == 0 and not given_up]
+        given_up.extend(found)
+        return found
+
+    monkeypatch.setattr(scheduler, "take_stalled", take_stalled)
+    setup.loop.start()
+    setup.wait(2)
+    assert setup.loop.healthy, "its table was built"
+    setup.close()
+    assert [event.finish_reason for event in setup.events[0]] == [FinishReason.ERROR]
+    assert setup.events[1][-1].finish_reason is FinishReason.LENGTH and len(given_up) == 1
+
+
 class ShutModel(FakeModel):
     """A model whose passes wait until they are let."""
 
