@@ -114,7 +114,11 @@ void absorb_plain(Sums& sums, const char* source, char* target, bool last, const
 // How a register goes to the target. STREAM goes past the caches, which a row would only fill: half the traffic.
 enum class Store { NONE, CACHED, STREAM };
 
-template <Store store>
+// Whether `next` is asked for ahead. A single run that is only read comes best unasked (docs/LOG.md).
+template <Store store, bool in_turn>
+constexpr bool AHEAD = in_turn || store != Store::NONE;
+
+template <Store store, bool in_turn>
 [[gnu::target("avx2")]] void block_avx2(Sums& sums_, const char* source, char* target, bool last, const char* next) {
     const __m256i prime = _mm256_set1_epi64x(PRIME32_1);
     __m256i sums[2];
@@ -122,7 +126,7 @@ template <Store store>
     for (std::size_t stripe = 0; stripe < STRIPES; ++stripe) {
         const unsigned char* secret = SECRET + secret_of(stripe, last);
         const std::size_t place = STRIPE * stripe;
-        _mm_prefetch(next + place, _MM_HINT_T0);
+        if constexpr (AHEAD<store, in_turn>) _mm_prefetch(next + place, _MM_HINT_T0);
         for (int half = 0; half < 2; ++half) {
             const __m256i value = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source + place) + half);
             __m256i* stored = reinterpret_cast<__m256i*>(target + place) + half;
@@ -144,14 +148,14 @@ template <Store store>
     std::memcpy(sums_, sums, sizeof sums);
 }
 
-template <Store store>
+template <Store store, bool in_turn>
 [[gnu::target("avx512f")]] void block_avx512(Sums& sums_, const char* source, char* target, bool last,
                                              const char* next) {
     const __m512i prime = _mm512_set1_epi64(PRIME32_1);
     __m512i sums = _mm512_load_si512(sums_);
     for (std::size_t stripe = 0; stripe < STRIPES; ++stripe) {
         const std::size_t place = STRIPE * stripe;
-        _mm_prefetch(next + place, _MM_HINT_T0);
+        if constexpr (AHEAD<store, in_turn>) _mm_prefetch(next + place, _MM_HINT_T0);
         const __m512i value = _mm512_loadu_si512(source + place);
         if constexpr (store == Store::CACHED) _mm512_storeu_si512(target + place, value);
         if constexpr (store == Store::STREAM) {
@@ -170,20 +174,22 @@ template <Store store>
     _mm512_store_si512(sums_, sums);
 }
 
+template <bool in_turn>
 void absorb_avx2(Sums& sums, const char* source, char* target, bool last, const char* next) {
-    if (!target) return block_avx2<Store::NONE>(sums, source, target, last, next);
+    if (!target) return block_avx2<Store::NONE, in_turn>(sums, source, target, last, next);
     if (reinterpret_cast<std::uintptr_t>(target) % STRIPE) {
-        return block_avx2<Store::CACHED>(sums, source, target, last, next);
+        return block_avx2<Store::CACHED, in_turn>(sums, source, target, last, next);
     }
-    block_avx2<Store::STREAM>(sums, source, target, last, next);
+    block_avx2<Store::STREAM, in_turn>(sums, source, target, last, next);
 }
 
+template <bool in_turn>
 void absorb_avx512(Sums& sums, const char* source, char* target, bool last, const char* next) {
-    if (!target) return block_avx512<Store::NONE>(sums, source, target, last, next);
+    if (!target) return block_avx512<Store::NONE, in_turn>(sums, source, target, last, next);
     if (reinterpret_cast<std::uintptr_t>(target) % STRIPE) {
-        return block_avx512<Store::CACHED>(sums, source, target, last, next);
+        return block_avx512<Store::CACHED, in_turn>(sums, source, target, last, next);
     }
-    block_avx512<Store::STREAM>(sums, source, target, last, next);
+    block_avx512<Store::STREAM, in_turn>(sums, source, target, last, next);
 }
 
 #endif
@@ -214,8 +220,12 @@ Checksum checksum_for(const std::string& isa, std::size_t runs) {
     for (const std::string& name : checksum_isas()) {
         if (isa != "auto" && isa != name) continue;
 #ifdef KVTIER_X86
-        if (name == "avx512") return chosen(&sum_slices<absorb_avx512, 1>, &sum_slices<absorb_avx512, TOGETHER_MAX>);
-        if (name == "avx2") return chosen(&sum_slices<absorb_avx2, 1>, &sum_slices<absorb_avx2, TOGETHER_MAX>);
+        if (name == "avx512") {
+            return chosen(&sum_slices<absorb_avx512<false>, 1>, &sum_slices<absorb_avx512<true>, TOGETHER_MAX>);
+        }
+        if (name == "avx2") {
+            return chosen(&sum_slices<absorb_avx2<false>, 1>, &sum_slices<absorb_avx2<true>, TOGETHER_MAX>);
+        }
 #endif
         return chosen(&sum_slices<absorb_plain, 1>, &sum_slices<absorb_plain, TOGETHER_MAX>);
     }
