@@ -2,12 +2,14 @@
 
 Triton-language programs are run by their interpreter, on any machine. And a test that starts processes or a server and
 waits for them hangs on what else the machine runs: when it fails it is run again, and the summary counts it ("rerun")
-and shows why. A worker that has died is never tried again: that is how a wrong row ends (tests/shelf_worker.py).
+and shows why. A worker that has died is never tried again: that is how a wrong row ends (tests/shelf_worker.py). Nor is
+what no machine can be blamed for: an engine that has failed, or what is wrong within the package.
 """
 
 from __future__ import annotations
 
 import os
+import traceback
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,12 @@ TESTS = Path(__file__).parent
 WAITING = ("faults", "server")
 """Folders of tests that wait for other processes."""
 RERUNS = 2
+PACKAGE = TESTS.parent / "kvtier"
+ENGINE = str(PACKAGE / "loop.py")
+"""Where the error of an engine that has failed comes from."""
+BUGS = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, TypeError, ValueError)
+"""In the package."""
+NEVER_AGAIN = ("the worker has died", "the engine has failed", "wrong")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -36,4 +44,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 def may_be_the_machine(error: BaseException) -> bool:
     """Whether a failure can be that of a machine which did not let a process run in time."""
-    return "the worker has died" not in str(error) and "wrong" not in str(error)
+    places = traceback.extract_tb(error.__traceback__)
+    in_package = [Path(place.filename).is_relative_to(PACKAGE) for place in places]
+    if any(place.filename == ENGINE and place.name == "_run" for place in places):
+        return False
+    return not (isinstance(error, BUGS) and any(in_package[-1:])) and not any(w in str(error) for w in NEVER_AGAIN)
