@@ -117,7 +117,7 @@ class NativeOps:
     """`Ops` through the kernels of `kvtier._native`.
 
     In 16 bit, linear layers of many rows stay torch's, which is faster. So they do for few rows, which decoding has,
-    unless the CPU has the matrix unit for them (`few_rows_max` is above 0; bf16 only).
+    unless the CPU has a matrix unit or dot products for them (`few_rows_max` is above 0; bf16 only).
     """
 
     name = "native"

@@ -58,6 +58,17 @@ const KernelTable& choose(const std::string& isa) {
     throw std::invalid_argument("no kernels for isa \"" + isa + "\" on this CPU");
 }
 
+// The products of few rows that go with a set of kernels.
+FewRows few_rows_of([[maybe_unused]] const KernelTable& table) {
+#ifdef KVTIER_AMX
+    if (&table == amx_kernels()) return {FEW_ROWS, few_rows};
+#endif
+#ifdef KVTIER_DOT
+    if (&table == avx512_kernels() && few_rows_dot_supported()) return {FEW_ROWS_DOT, few_rows_dot};
+#endif
+    return {};
+}
+
 void append_rows(const AppendArguments& arguments) {
     const Rows& rows = arguments.rows;
     const std::size_t item = rows.type == Type::f32 ? 4 : 2, bytes = item * rows.dim;
@@ -76,15 +87,11 @@ void append_rows(const AppendArguments& arguments) {
 // One set of kernels and the threads they run on.
 class Kernels {
   public:
-    Kernels(int threads, const std::string& isa) : table_(choose(isa)), pool_(threads) {
-#ifdef KVTIER_AMX
-        if (&table_ == amx_kernels()) few_rows_max_ = FEW_ROWS;
-#endif
-    }
+    Kernels(int threads, const std::string& isa) : table_(choose(isa)), few_rows_(few_rows_of(table_)), pool_(threads) {}
 
     const char* isa() const { return table_.isa; }
     int threads() const { return pool_.threads(); }
-    int few_rows_max() const { return few_rows_max_; }
+    int few_rows_max() const { return few_rows_.rows_max; }
 
     void append(Rows rows, Address k, Address v, std::int64_t k_token_stride, std::int64_t k_head_stride,
                 std::int64_t v_token_stride, std::int64_t v_head_stride, Address append_rows_, Address append_offsets,
@@ -134,22 +141,25 @@ class Kernels {
                               x_stride});
     }
 
-    void linear_few([[maybe_unused]] Address x, [[maybe_unused]] std::int64_t x_stride, [[maybe_unused]] Address weight,
-                    [[maybe_unused]] Address out, std::int64_t rows, std::int64_t in_dim, std::int64_t out_dim) {
-        if (rows < 1 || rows > few_rows_max_ || in_dim < 1 || in_dim % 32 || out_dim % 16) {
+    void linear_few(Address x, std::int64_t x_stride, Address weight, Address out, std::int64_t rows, std::int64_t in_dim,
+                    std::int64_t out_dim) {
+        if (rows < 1 || rows > few_rows_.rows_max || in_dim < 1 || in_dim % 32 || out_dim % 16) {
             throw std::invalid_argument("linear_few takes 1 to few_rows_max rows, in_dim in steps of 32, out_dim of 16");
         }
-#ifdef KVTIER_AMX
-        packed_.resize(std::size_t(FEW_ROWS) * in_dim);
-        few_rows(pool_, {at<bf16>(x), at<bf16>(weight), at<bf16>(out), packed_.data(), rows, in_dim, out_dim, x_stride});
-#endif
+        packed_.resize(std::size_t(few_rows_.rows_max) * in_dim / 32);
+        few_rows_.multiply(pool_, {at<bf16>(x), at<bf16>(weight), at<bf16>(out), packed_.data()->values, rows, in_dim,
+                                   out_dim, x_stride, pool_.threads()});
     }
 
   private:
+    struct alignas(64) Line {
+        bf16 values[32];
+    };
+
     const KernelTable& table_;
+    const FewRows few_rows_;
     Pool pool_;
-    int few_rows_max_ = 0;
-    std::vector<bf16> packed_;
+    std::vector<Line> packed_;
 };
 
 }  // namespace

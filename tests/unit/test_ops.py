@@ -1,6 +1,6 @@
 """Every implementation of the small operations: right against fp64, and row by row the same bits in any company.
 
-Linear layers of few bf16 rows have their own kernel and so their own tests.
+Linear layers of few bf16 rows have kernels of their own and so tests of their own: test_few_rows.py.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kvtier.attention import make_backend
-from kvtier.models.ops import NativeOps, Ops, TorchOps, make_ops
+from kvtier.models.ops import NativeOps, Ops, TorchOps
 
 try:
     from kvtier import _native
@@ -21,55 +20,6 @@ try:
     ISAS = _native.supported_isas()
 except ImportError:
     ISAS = []
-
-ROWS = (1, 2, 3, 8, 15, 16, 17, 31, 33, 64, 65)
-SHAPES = ((32, 16), (96, 80), (576, 960), (1536, 576), (40, 24))
-"""(in, out); the last one fits no tile and stays torch's."""
-
-
-@pytest.fixture(scope="module", params=[1, 3])
-def ops(request: pytest.FixtureRequest) -> NativeOps:
-    made = make_ops(make_backend("auto", request.param))
-    if not isinstance(made, NativeOps):
-        pytest.skip("kvtier._native was not built")
-    return made
-
-
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize(("inner", "outer"), SHAPES)
-def test_linear_of_few_bf16_rows_is_right_to_one_rounding(ops: NativeOps, rows: int, inner: int, outer: int) -> None:
-    generator = torch.Generator().manual_seed(rows)
-    fused = torch.randn(rows, inner + 32, generator=generator).bfloat16()
-    x, weight = fused[:, :inner], torch.randn(outer, inner, generator=generator).bfloat16()
-    bias = torch.randn(outer, generator=generator).bfloat16()
-    exact = x.double() @ weight.double().T
-    found = ops.linear(x, weight, None)
-    assert found.dtype == torch.bfloat16 and found.shape == (rows, outer)
-    # half a unit in the last of 8 bits of the result, and fp32 sums of terms that cancel
-    slack = exact.abs() * 2**-8 + (x.double().abs() @ weight.double().abs().T) * 2**-20
-    assert bool(((found.double() - exact).abs() <= slack).all())
-    assert torch.equal(ops.linear(x, weight, bias), found + bias)
-
-
-@pytest.mark.parametrize(("inner", "outer"), SHAPES[:4])
-def test_a_bf16_row_has_the_same_bits_in_any_small_company(ops: NativeOps, inner: int, outer: int) -> None:
-    if ops.kernels.few_rows_max == 0:
-        pytest.skip("this CPU has no matrix unit for bf16")
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(ops.kernels.few_rows_max, inner, generator=generator).bfloat16()
-    weight = torch.randn(outer, inner, generator=generator).bfloat16()
-    together = ops.linear(x, weight, None)
-    for rows in ROWS:
-        if rows <= len(x):
-            assert torch.equal(ops.linear(x[-rows:], weight, None), together[-rows:])
-
-
-def test_linear_few_refuses_what_does_not_fit_its_tiles(ops: NativeOps) -> None:
-    limit = ops.kernels.few_rows_max
-    for rows, inner, outer in ((0, 32, 16), (limit + 1, 32, 16), (1, 33, 16), (1, 32, 17), (1, 0, 16)):
-        with pytest.raises(ValueError, match="linear_few takes"):
-            ops.kernels.linear_few(0, 0, 0, 0, rows, inner, outer)
-
 
 MakeOps = Callable[[int], Ops]
 ALL_OPS: dict[str, MakeOps] = {"torch": lambda _: TorchOps()}
