@@ -18,7 +18,7 @@ import pytest
 from kvtier.directory import PublishOutcome, SlotState
 from kvtier.eviction import LeastRecentlyUsed
 from kvtier.holdings import ShelfHoldings
-from kvtier.keeper import answers, asked, leases, published, shared
+from kvtier.keeper import answers, asked, leases, link, published, shared
 from kvtier.keeper.answers import Answers
 from kvtier.keeper.client import Lost, Seated
 from kvtier.keeper.frames import Frames, frame
@@ -28,7 +28,7 @@ from kvtier.keeper.shared import SharedBooks
 from kvtier.keeper.slot_table import SlotTable
 from kvtier.keeper.stock import Stock
 from kvtier.keeper.telling import Teller
-from kvtier.keeper.wire import ENGINE_DECODER, KEEPER_DECODER, Join
+from kvtier.keeper.wire import ENGINE_DECODER, KEEPER_DECODER, Held, Join
 from kvtier.record import NO_TENANT, Grant, Lease, Record, tenant_digest
 from kvtier.terms import SlotLimits
 from kvtier.tiers.slab import Slab, make_dram_slab
@@ -66,6 +66,7 @@ class Line:
         self.seat = SimpleNamespace(owner=owner)
         self.layout, self.tiers, self.budgets = LAYOUT_NAME, frozenset({0}), [1, 1]
         self.joined = self.closing = self.reports = False
+        self.held: tuple[list[Any], list[Any]] = ([], [])
         self.backlog = 0
         self.number = 0
         self.up: deque[bytes] = deque()
@@ -93,7 +94,7 @@ class Line:
         if self.number:
             self.up.clear()
             self.down.clear()
-            self.joined = False
+            self.joined, self.held = False, ([], [])
             self.inbox.append(Lost())
 
     def mend(self) -> None:
@@ -104,7 +105,9 @@ class Line:
 class Keeper:
     """The keeper's books and what answers from them."""
 
-    def __init__(self, slab: Slab, table: SlotTable, lines: list[Line], records: list[Record], floor: int) -> None:
+    def __init__(
+        self, slab: Slab, table: SlotTable, lines: list[Line], records: list[Record], floor: int, seen: Counter[str]
+    ) -> None:
         limits = SlotLimits(SLOTS // 4, QUOTA)
         self.ledger = Ledger(0, slab, LAYOUT.layers, table, None, floor, LeastRecentlyUsed, limits)
         self.ledger.restore(records, list(table.entries()), 0.0)
@@ -113,13 +116,17 @@ class Keeper:
             joined=lambda _: [line for line in lines if line.joined],
             lives=lambda _: True,
         )
+        self._seen = seen
         self._teller = Teller(house)
         self._answers = Answers(house, self._teller)
 
     def hear(self, line: Any) -> None:
         """The next message of an engine."""
         for message in Frames(KEEPER_DECODER).feed(line.up.popleft()):
-            if isinstance(message, Join):
+            if isinstance(message, Held):
+                self._seen["held in parts"] += 1
+                self._answers.note_held(line, message)
+            elif isinstance(message, Join):
                 self._answers.join(line, message)
             else:
                 self._answers.answer(line, message)  # type: ignore[arg-type]
@@ -222,9 +229,9 @@ class Machine:
         self.chance, self.clock, self.slab = random.Random(seed), clock, slab
         self.table = SlotTable.make(SLOTS)
         self.lines = [Line(3), Line(17)]
-        self.keeper = Keeper(slab, self.table, self.lines, [], 0)
-        self.engines = [Engine(line, self.table, self.chance, clock) for line in self.lines]
         self.seen: Counter[str] = Counter()
+        self.keeper = Keeper(slab, self.table, self.lines, [], 0, self.seen)
+        self.engines = [Engine(line, self.table, self.chance, clock) for line in self.lines]
         for line in self.lines:
             line.mend()
 
@@ -265,7 +272,7 @@ class Machine:
         for line in self.lines:
             line.cut()
         floor = max(entry.generation for entry in entries) + 100
-        self.keeper = Keeper(self.slab, self.table, self.lines, records, floor)
+        self.keeper = Keeper(self.slab, self.table, self.lines, records, floor, self.seen)
         for line in self.lines:
             line.mend()
         self.seen["keepers"] += 1
@@ -315,6 +322,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
         monkeypatch.setattr(module, "time", made)
     for module in (asked, leases):
         monkeypatch.setattr(module, "ROWS_MAX", PIECE)
+    monkeypatch.setattr(link, "HELD_MAX", PIECE)
     return made
 
 
@@ -338,4 +346,4 @@ def test_what_an_engine_holds_the_keeper_keeps_whatever_happens_to_the_line(cloc
         seen.update(machine.seen)
         for engine in machine.engines:
             seen.update(engine.seen)
-    assert len(seen) >= 13 and min(seen.values()) > 8, f"the run must do it all, or it proves nothing: {seen}"
+    assert len(seen) >= 14 and min(seen.values()) > 8, f"the run must do it all, or it proves nothing: {seen}"
