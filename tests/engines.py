@@ -83,6 +83,10 @@ class Gate:
         self._permits.release()
 
 
+PATIENCE_S = 30.0
+"""What engines may wait for a read at least (`cost.WAIT_MIN_S`) where a test asks what is found, not how soon."""
+
+
 def wait_for(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     end = time.monotonic() + timeout_s
     while not condition():

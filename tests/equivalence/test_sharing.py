@@ -18,10 +18,10 @@ from typing import Any
 
 import pytest
 
-from kvtier import Engine, EngineConfig, SamplingParams
+from kvtier import Engine, EngineConfig, SamplingParams, cost
 from kvtier.block import KVLayout, Tier
 from kvtier.record import Record
-from tests.engines import keepers, knows_shelves, wait_for
+from tests.engines import PATIENCE_S, keepers, knows_shelves, wait_for
 from tests.tiny import make_checkpoint
 
 ROOT = Path(__file__).parent.parent.parent
@@ -100,6 +100,7 @@ def meet(*engines: EngineProcess) -> None:
 
 
 def main() -> None:
+    cost.WAIT_MIN_S = PATIENCE_S
     with Engine(config(Path(sys.argv[1]), Path(sys.argv[2]))) as engine:
         for line in sys.stdin:
             name, *rest = json.loads(line)
