@@ -83,6 +83,8 @@ class Gate:
         self._permits.release()
 
 
+LEAVE_S = 10.0
+"""For keepers to leave: more than the linger of tests in which something is to be found after it."""
 PATIENCE_S = 30.0
 """What engines may wait for a read at least (`cost.WAIT_MIN_S`) where a test asks what is found, not how soon."""
 
@@ -120,8 +122,11 @@ def keepers(cache: Path) -> list[int]:
     return found
 
 
-def end_keepers(cache: Path) -> None:
-    """Sooner than they would leave by themselves."""
+def end_keepers(cache: Path, leave_s: float = 0.0) -> None:
+    """Kill them; given the time to leave by themselves, longer than they linger, all is in their journals."""
+    end = time.monotonic() + leave_s
+    while keepers(cache) and time.monotonic() < end:
+        time.sleep(0.02)
     for keeper in keepers(cache):
         os.kill(keeper, signal.SIGKILL)
     wait_for(lambda: not keepers(cache))

@@ -25,7 +25,7 @@ from kvtier import Engine, EngineConfig, SamplingParams
 from kvtier.block import KVLayout
 from kvtier.cache_directory import layout_name
 from kvtier.namespace import HashChain, namespace_digest
-from tests.engines import end_keepers, keepers, knows_shelves, wait_for
+from tests.engines import LEAVE_S, end_keepers, keepers, knows_shelves, wait_for
 from tests.tiny import make_checkpoint
 
 BLOCK, BLOCKS = 16, 6
@@ -204,14 +204,14 @@ def test_rows_of_another_layout_lie_in_a_folder_of_their_own(model: Path, tmp_pa
     cache, prompt = tmp_path / "cache", prompt_of(0)
     with opened(model, cache, SMALL_NVME) as a_engine:
         Asker(a_engine, prompt).push_down("hbm", "dram")
-    end_keepers(cache)
+    end_keepers(cache, LEAVE_S)
     with opened(model, cache, OTHER_LAYOUT[name]) as b_engine:
         others = Asker(b_engine, prompt)
         others.push_down("hbm")
         others.finds(0, TOKENS, 0)
         others.push_down("hbm", "dram")
         others.finds(0, 0, TOKENS)
-    end_keepers(cache)
+    end_keepers(cache, LEAVE_S)
     assert len([path for path in cache.iterdir() if path.is_dir()]) == 2
     with opened(model, cache, LARGE_NVME) as a_engine:
         assert a_engine.generate([prompt], GREEDY)[0].origin["nvme"] == TOKENS
@@ -277,7 +277,7 @@ def test_rows_of_all_namespaces_are_found_again_from_their_headers(model: Path, 
             with opened(checkpoint, cache) as engine:
                 assert engine.generate([prompt], GREEDY)[0].origin["dram"] == TOKENS
         assert before not in keepers(cache)
-    end_keepers(cache)
+    end_keepers(cache, LEAVE_S)
     (cache / layout_name(LAYOUT) / "journal").unlink()
     for checkpoint in (model, other):
         with opened(checkpoint, cache) as engine:

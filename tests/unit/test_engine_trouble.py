@@ -13,6 +13,7 @@ from engines import (
     BLOCK,
     CONTEXT,
     GREEDY,
+    LEAVE_S,
     PROMPTS,
     VOCAB,
     Gate,
@@ -142,7 +143,7 @@ def test_close_writes_down_what_waits_and_the_next_engine_finds_it(
         closer.join(60)
         assert not closer.is_alive()
         assert engine.stats()["waiting_writes"] == engine.stats()["writing_blocks"] == 0
-    end_keepers(cache)  # and DRAM with it
+    end_keepers(cache, LEAVE_S)  # and DRAM with it
     with opened(checkpoint, tiers__dram__bytes=0, **options) as engine:
         wait_for(lambda: knows_shelves(engine, "nvme"))
         [again] = engine.generate([prompt], GREEDY)
