@@ -11,6 +11,7 @@ import os
 import platform
 import random
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -47,7 +48,7 @@ examples:
   scripts/soak --full --json soak.json           everything, in full; a report
 
 exit status: 0 nothing was violated (what was skipped is listed with its reason), 1 something was, 2 wrong options,
-130 interrupted.
+130 interrupted or terminated.
 """
 
 
@@ -75,6 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     console.print(f"seed {options.seed}; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
     results: list[Result] = []
+    terminate = signal.signal(signal.SIGTERM, signal.default_int_handler)  # else disks stay mounted, and even frozen
     try:
         with Progress(
             TextColumn("{task.description:60}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
@@ -91,6 +93,8 @@ def main(arguments: list[str] | None = None) -> int:
             progress.update(task, description="done")
     except KeyboardInterrupt:
         return 130
+    finally:
+        signal.signal(signal.SIGTERM, terminate)
     if options.json is not None:
         options.json.write_text(report(options, results))
     show(console, results)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -49,6 +52,28 @@ def test_what_is_violated_fails_the_run_and_what_cannot_run_is_told(
 def test_one_scenario_runs_in_full_when_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--only", "good", "--full", "--scratch", str(tmp_path)]) == 0
     assert "count 30" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("table")
+def test_a_terminated_run_lets_its_scenario_clean_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cleaned: list[bool] = []
+
+    def terminated(count: int, seed: int, scratch: Path) -> dict[str, object]:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1)
+        finally:
+            cleaned.append(scratch.is_dir())
+        return {}
+
+    monkeypatch.setitem(SCENARIOS, "good", Scenario(terminated, 1, 1))
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        assert main(["--only", "good", "--scratch", str(tmp_path)]) == 130
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN, "the caller's own is back"
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert cleaned == [True] and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("arguments", [["--only", "nothing"], ["--scratch", "/nowhere"], ["--seed", "many"]])
