@@ -58,7 +58,7 @@ def test_one_scenario_runs_in_full_when_asked(tmp_path: Path, capsys: pytest.Cap
 def test_a_terminated_run_lets_its_scenario_clean_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cleaned: list[bool] = []
 
-    def terminated(count: int, seed: int, scratch: Path) -> dict[str, object]:
+    def terminated(_: int, __: int, scratch: Path) -> dict[str, object]:
         try:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(1)
