@@ -284,17 +284,21 @@ def test_a_stream_closed_early_cancels_its_request_and_frees_its_blocks(checkpoi
         assert engine.metrics.generated_tokens.value() < 700
 
 
-def test_a_stream_that_has_ended_has_nothing_to_collect(engine: Engine) -> None:
-    stream = engine.stream(PROMPTS[0], GREEDY)
-    next(stream)
-    rest = stream.collect()
-    assert rest.finish_reason == "length" and 0 < len(rest.token_ids) < 12
-    with pytest.raises(ValueError, match="collect: this stream has ended"):
-        stream.collect()
-    stream = engine.stream(PROMPTS[0], SamplingParams(max_tokens=400, ignore_eos=True))
-    stream.close()
-    with pytest.raises(ValueError, match="collect: this stream has ended"):
-        stream.collect()
+def test_a_stream_that_has_ended_has_nothing_to_collect(checkpoint: Path) -> None:
+    with opened(checkpoint) as engine:
+        gate = Gate(engine)
+        stream = engine.stream(PROMPTS[0], GREEDY)
+        gate.let(1)
+        first = next(stream)
+        gate.open()
+        rest = stream.collect()
+        assert rest.finish_reason == "length" and len(first.token_ids) == 1 and len(rest.token_ids) == 11
+        with pytest.raises(ValueError, match="collect: this stream has ended"):
+            stream.collect()
+        stream = engine.stream(PROMPTS[0], SamplingParams(max_tokens=400, ignore_eos=True))
+        stream.close()
+        with pytest.raises(ValueError, match="collect: this stream has ended"):
+            stream.collect()
 
 
 def test_a_cancelled_request_gets_its_final_event_with_what_it_used(checkpoint: Path) -> None:
