@@ -7,8 +7,6 @@ prompts are worth reading, whatever else runs on this one.
 from __future__ import annotations
 
 import functools
-import os
-import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -29,6 +27,7 @@ from kvtier.io.faulty import Call, Effect, Fault, FaultyCalls
 from kvtier.sequence import ScheduledSequence
 from kvtier.shelves import open_nvme_shelf
 from tests.own_time import OwnTime, own_time
+from tests.stopped import stopped
 
 BLOCK, PROMPT_BLOCKS = 16, 12
 LAYOUT = KVLayout(3, 2, 16, BLOCK, "float32")
@@ -250,8 +249,7 @@ def test_first_tokens_beside_a_stopped_keeper_come_as_with_it(checkpoint: Path, 
         without = ask(engine, asked)
         push_down(engine)
         [keeper] = keepers(cache)
-        os.kill(keeper, signal.SIGSTOP)
-        try:
+        with stopped(keeper):
             hung = ask(engine, asked)
             assert_as_without(hung, without)
             assert min(answer.read for answer in hung) >= PROMPT_BLOCKS * BLOCK, "rows are read without it"
@@ -260,8 +258,6 @@ def test_first_tokens_beside_a_stopped_keeper_come_as_with_it(checkpoint: Path, 
             with own_time() as clock:
                 engine.close(2.0)
                 assert clock.seconds < 5
-        finally:
-            os.kill(keeper, signal.SIGCONT)
 
 
 def test_an_engine_starts_over_a_disk_that_hangs_while_its_slab_is_rebuilt_and_uses_it_later(

@@ -15,6 +15,7 @@ import pytest
 from tests.nursery import Nursery, Worker
 from tests.own_time import own_time
 from tests.rows import block_hashes, wait_for_journal
+from tests.stopped import stopped
 
 BOTH = ("dram", "nvme")
 Start = Callable[..., Worker]
@@ -127,8 +128,7 @@ def test_a_stopped_keeper_is_missed_by_nobody_and_goes_on(start: Start) -> None:
     a, b = start(), start()
     assert a("write", "dram", 1, 0, 20, 60) == 20 and b("known", "dram", 1, 0, 20, 60) == 20
     keeper = a("keeper")
-    os.kill(keeper, signal.SIGSTOP)
-    try:
+    with stopped(keeper):
         with own_time() as clock:
             assert b("hits", "dram", 1, 0, 20) == 20
             assert clock.seconds < 4, "an answer is waited for"
@@ -136,8 +136,6 @@ def test_a_stopped_keeper_is_missed_by_nobody_and_goes_on(start: Start) -> None:
         ends = a("outcomes", "dram", 2, 0, 8)
         assert set(ends) <= {"unanswered", None} and "unanswered" in ends
         assert b.answer() == 0, "who asks for rows is refused in time"
-    finally:
-        os.kill(keeper, signal.SIGCONT)
     assert a("write", "dram", 3, 0, 10, 60) == 10 and b("known", "dram", 3, 0, 10, 60) == 10
     assert b("hits", "dram", 3, 0, 10) == 10 and a("keeper") == keeper
     assert b("ask", "dram", 5, 5, 60) == 5 and b("write_into", "dram", 4, 0, 3) == 3
@@ -252,15 +250,12 @@ def test_a_keeper_does_not_wait_for_a_survivor_that_is_stopped_and_it_comes_back
     for tier in BOTH:
         assert a("write", tier, 1, 0, 20, 60) == 20
     keeper = a("keeper")
-    a.signal(signal.SIGSTOP)
-    try:
+    with stopped(a.pid):
         os.kill(keeper, signal.SIGKILL)
         b = start(opened=False)
         assert b("open", 60, 1) == ["nvme"], "no DRAM while there is one that may still come"
         assert b("hits", "nvme", 1, 0, 20) == 20
         assert b("outcomes", "nvme", 2, 0, 2) == [None, None], "nobody knows what the survivor is writing to"
-    finally:
-        a.signal(signal.SIGCONT)
     assert a("lost", 60) and a("anew", 60, 2) == b("anew", 60, 2) == sorted(BOTH)
     for tier in BOTH:
         assert a("write", tier, 3, 0, 10, 60) == 10

@@ -27,6 +27,7 @@ from kvtier.record import Lease
 from kvtier.shelf import Shelf
 from kvtier.tiers.header import slice_sums
 from tests.engines import BLOCK, Gate, Sink, keepers, opened, wait_for
+from tests.stopped import stopped
 from tests.tiny import make_checkpoint
 
 LAYOUT = KVLayout(3, 2, 16, BLOCK, "float32")
@@ -180,12 +181,9 @@ def test_a_keeper_that_is_stopped_holds_a_streamed_answer_up_and_spoils_none(
     engine, other = start(), start()
     streaming = Streaming(engine)
     [keeper] = keepers(tmp_path / "cache")
-    os.kill(keeper, signal.SIGSTOP)
-    try:
+    with stopped(keeper):
         streaming.gate.open()
         wait_for(lambda: len(streaming.sink.token_ids) > BLOCK)
-    finally:
-        os.kill(keeper, signal.SIGCONT)
     assert streaming.sink.final().finish_reason is FinishReason.LENGTH and streaming.sink.token_ids == expected
     overwrite(other)
     assert engine.stats()["streamed_dram_bytes"] > 0

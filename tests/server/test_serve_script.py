@@ -23,6 +23,7 @@ from kvtier.serving import Ports, ServingError, locate
 from kvtier.serving.http import ControlClient, label, parse_metrics
 from kvtier.serving.processes import SHARED_MEMORY, clean_up, model_processes
 from kvtier.serving.repository import overlay
+from tests.stopped import stopped
 
 SHORT = {"text_input": "the sea", "max_tokens": 3}
 ENDLESS_TOKENS = 8000
@@ -169,15 +170,14 @@ def test_an_engine_that_failed_answers_unavailable_and_is_reloaded(serve: StartS
     with served.client() as client:
         running = client.infer({**LONG, "max_tokens": ENDLESS_TOKENS}, timeout_s=120)
         next(running)
-        served.process.send_signal(signal.SIGSTOP)  # it would reload the engine sooner or later
-        with pytest.raises(ServerError):
-            list(client.infer({**SHORT, "text_input": BREAK}, timeout_s=120))
-        with pytest.raises(ServerError):  # and not a stream that hangs
-            list(running)
-        with pytest.raises(ServerError) as refused:
-            list(client.infer(SHORT, timeout_s=120))
+        with stopped(served.process.pid):  # it would reload the engine sooner or later
+            with pytest.raises(ServerError):
+                list(client.infer({**SHORT, "text_input": BREAK}, timeout_s=120))
+            with pytest.raises(ServerError):  # and not a stream that hangs
+                list(running)
+            with pytest.raises(ServerError) as refused:
+                list(client.infer(SHORT, timeout_s=120))
     assert refused.value.status == "UNAVAILABLE"
-    served.process.send_signal(signal.SIGCONT)
     served.wait_for("kvtier_engine_up is 0; reloaded")
     assert answers(served, SHORT) == before
     ups = parse_metrics(served.control.metrics())["kvtier_engine_up"]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from tests.nursery import Nursery
 from tests.rows import LAYOUT, SLOT_BYTES
 from tests.soak.crew import BOTH, OPEN_S, Crew, first_keeper, kill, refused, wait_gone
 from tests.soak.words import Numbers
+from tests.stopped import stopped
 
 PRELUDE = 6
 PRELUDE_SEED, HELD_SEED, LIFE_SEED, AFTER_SEED = 1, 2, 1000, 500
@@ -101,12 +101,9 @@ def keeper_stopped(count: int, seed: int, scratch: Path) -> Numbers:
         keeper = crew.keeper
         crew.start_lives(LIFE_SEED + seed, MANY, count + 0.5)
         time.sleep(0.5)
-        os.kill(keeper, signal.SIGSTOP)
-        try:
+        with stopped(keeper):
             time.sleep(count)
             lives = crew.end_lives(LIFE_SEED + seed)
-        finally:
-            os.kill(keeper, signal.SIGCONT)
         begun = time.monotonic()
         for place, engine in enumerate(crew.engines):
             for tier in BOTH:
