@@ -16,7 +16,6 @@ import signal
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -34,7 +33,7 @@ sys.path.insert(0, str(ROOT))
 
 from kvtier import Engine, EngineConfig, KvtierError, SamplingParams  # noqa: E402
 from kvtier.cli.paragraphs import Paragraphs  # noqa: E402
-from kvtier.io.base import KernelCalls  # noqa: E402
+from kvtier.io.faulty import Call, Effect, Fault, FaultyCalls  # noqa: E402
 from kvtier.shelves import open_nvme_shelf  # noqa: E402
 
 GREEDY = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
@@ -51,25 +50,25 @@ percentiles of at most 1.2.
 """
 
 
-class StallingDisk(KernelCalls):
-    """A disk whose reads wait while it hangs."""
+class StallingDisk:
+    """A disk whose reads wait while it hangs, whatever engine makes them."""
 
     def __init__(self) -> None:
-        self._works = threading.Event()
-        self._works.set()
+        self.calls = FaultyCalls()
+
+    @property
+    def read_count(self) -> int:
+        """Reads that have begun, hanging or not."""
+        return self.calls.count(Call.READ)
 
     def hang(self) -> None:
         """From now on no read ends."""
-        self._works.clear()
+        self.calls.inject([Fault(Call.READ, 1, Effect.HANG, sticky=True)])
 
     def work(self) -> None:
         """All go on."""
-        self._works.set()
-
-    def preadv(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """See `SystemCalls`."""
-        self._works.wait()
-        return super().preadv(descriptor, buffers, offset)
+        self.calls.inject([])
+        self.calls.release()
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +102,7 @@ class Bench:
         common |= {"tiers.hbm.bytes": options.hbm}
         shelves: dict[str, object] = {"tiers.dram.bytes": "256MiB" if sharing else 0, "tiers.nvme.bytes": options.nvme}
         tiered = {**common, **shelves, "tiers.nvme.path": self.cache, "sharing": sharing, "tiers.linger_s": 1}
-        with patch("kvtier.assembly.open_nvme_shelf", partial(open_nvme_shelf, calls=self.disk)):
+        with patch("kvtier.assembly.open_nvme_shelf", partial(open_nvme_shelf, calls=self.disk.calls)):
             self.engine = stack.enter_context(Engine(EngineConfig.load(None, tiered)))
         bare = {**common, "tiers.dram.bytes": 0}
         self.bare = stack.enter_context(Engine(EngineConfig.load(None, bare)))
@@ -182,11 +181,14 @@ def run_disk(options: argparse.Namespace, folder: Path) -> list[Result]:
                 prompts = [bench.prompt(tokens) for _ in range(options.rounds)]
                 others = [bench.prompt(tokens) for _ in range(options.rounds if run == "victims" else 0)]
                 bench.prepare(prompts + others)
+                begun = bench.disk.read_count
                 if run == "hung":
                     bench.disk.hang()
                     found = bench.compare(prompts)
                 else:
                     found = bench.compare(prompts, bench.disk.hang, partial(recover, bench, iter(others)))
+                if found[2] or bench.disk.read_count == begun:
+                    raise KvtierError(f"{found[2]} tokens came from a disk that hangs: nothing was measured")
                 results.append(Result(run, tokens, tuple(found[0]), tuple(found[1]), found[2]))
     return results
 
@@ -217,6 +219,8 @@ def run_keeper(options: argparse.Namespace, folder: Path) -> list[Result]:
             fresh = [bench.prompt(tokens) for _ in range(options.rounds)]
             for run, prompts in (("keeper, on the shelves", known), ("keeper, new", fresh)):
                 found = bench.compare(prompts)
+                if (found[2] > 0) != (prompts is known):
+                    raise KvtierError(f"{run}: {found[2]} tokens came from the shelves: not what was to be measured")
                 results.append(Result(run, tokens, tuple(found[0]), tuple(found[1]), found[2]))
     return results
 

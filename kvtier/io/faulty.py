@@ -82,12 +82,13 @@ class FaultyCalls:
         return self._counts[call]
 
     def inject(self, faults: Sequence[Fault]) -> None:
-        """Replace the script. Numbers go on counting from the first call ever made."""
+        """Replace the script. Numbers go on counting from the first call ever made; what hangs from now on hangs."""
         with self._lock:
             self._faults = list(faults)
+        self._released.clear()  # who was released goes on all the same
 
     def release(self) -> None:
-        """Let every hanging call, and all that would hang later, go on."""
+        """Let every hanging call go on, and all that would hang later, until there is another script."""
         self._released.set()
 
     def preadv(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:

@@ -131,6 +131,8 @@ class Server:
     def _end(self, connection: Connection) -> None:
         if self._house.connections.pop(connection.link.fileno(), None) is not None:
             self._selector.unregister(connection.link)
+            if connection.owner is not None:
+                self._tender.was_here(time.monotonic())
         self._greeter.gone(connection)
         connection.close()
 

@@ -41,6 +41,10 @@ class Tender:
         self.linger_s = 0.0
         self._lonely_since = min(self._lonely_since, time.monotonic())
 
+    def was_here(self, now: float) -> None:
+        """An engine has gone. It may have come after the last look at who is here."""
+        self._lonely_since = now
+
     def owners(self, now: float) -> None:
         """Take back what the dead held, once their I/O has landed, and hide what has expired.
 

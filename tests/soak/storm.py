@@ -115,7 +115,7 @@ def _look(crew: Crew, tally: _Tally, dram_bytes: int) -> None:
         hits, asked = crew.hits(crew.engines[len(tally.looks) % ENGINES], tier)
         assert hits >= HIT_SHARE * asked, f"{tier}: {hits} of {asked} published blocks are left"
         tally.hits, tally.asked = tally.hits + hits, tally.asked + asked
-        tally.worst_share = min(tally.worst_share, hits / max(1, asked))
+        tally.worst_share = min(tally.worst_share, hits / asked if asked else 1.0)
     now = crew.settle()
     assert now.dram_bytes == dram_bytes, (now, dram_bytes)
     counts = sorted(engine("descriptors") for engine in crew.engines)

@@ -204,6 +204,18 @@ def test_hung_writes_never_delay_a_read(bench: Bench) -> None:
     assert set(bench.results(8)) == set(range(100, 108))
 
 
+def test_a_disk_hangs_again_by_another_script(bench: Bench) -> None:
+    hang = Fault(Call.READ, 1, Effect.HANG, sticky=True)
+    for tag in range(3):
+        bench.calls.inject([hang])
+        assert bench.engine.submit([bench.request(Operation.READ, 0, [aligned(PAGE)], tag)]) == 1
+        time.sleep(0.05)
+        assert bench.engine.poll() == [] and bench.engine.in_flight == 1
+        bench.calls.release()
+        bench.calls.inject([])
+        assert set(bench.results(1)) == {tag}
+
+
 def test_queues_are_bounded_and_say_how_much_room_there_is(bench: Bench) -> None:
     bench.calls.inject([Fault(Call.READ, 1, Effect.HANG, sticky=True)])
     reads = [bench.request(Operation.READ, 0, [aligned(PAGE)], tag) for tag in range(10)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -110,6 +111,18 @@ def until(true: Callable[[], object], wait_s: float = 60.0) -> None:
     while not true():
         assert time.monotonic() < end, "it does not come true"
         time.sleep(0.005)
+
+
+def test_the_linger_begins_when_an_engine_has_gone_however_short_its_visit(
+    keeper: Tender, call: Callable[[], Caller], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as between_two_looks:
+        between_two_looks.setattr(keeper, "lonely", lambda *_: False)
+        keeper._lonely_since = math.inf
+        visitor = call()
+        visitor.join()
+        visitor.hang_up()
+        until(lambda: keeper._lonely_since <= time.monotonic())
 
 
 def test_nobody_waits_for_the_shelves_of_another_layout(
