@@ -544,7 +544,11 @@ def test_memory_on_its_way_out_is_not_given_to_another_layout_yet(
     assert second.hear_the_end(), "hung up on, to come again"
 
 
-def test_what_the_books_of_shared_shelves_count_is_published_by_one_engine(share: Callable[..., SharedShelves]) -> None:
+def test_what_the_books_of_shared_shelves_count_is_published_by_one_engine(
+    share: Callable[..., SharedShelves], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passed_s, real = 0.0, time.time
+    monkeypatch.setattr(time, "time", lambda: real() + passed_s)
     shares = [share(), share()]
     assert all(shared.try_open(60) for shared in shares)
     stores = [small_store(shared) for shared in shares]
@@ -557,12 +561,13 @@ def test_what_the_books_of_shared_shelves_count_is_published_by_one_engine(share
         return [(pinned.value("dram"), expired.value("dram")) for pinned, expired in families]
 
     until(lambda: poll() is not None and sum(shared.link.reports for shared in shares) == 1)
-    pinned = Retention(expiry_s=int(time.time()) + 1, pinned=True)
+    pinned = Retention(expiry_s=int(time.time()) + 600, pinned=True)
     for store in stores[:1]:
         slots = store.allocate(2)
         assert slots is not None
         store.release([store.seal(slot, HASHES[at], at, 0.0, pinned) for at, slot in enumerate(slots)])
     until(lambda: sorted(pair[0] for pair in poll()) == [0, 2])
+    passed_s = 602.0
     until(lambda: sorted(poll()) == [(0, 0), (0, 2)])
     until(lambda: all(shared.books[Tier.DRAM].counts.expired == 2 for shared in shares if poll()))
     third = small_store(share())
