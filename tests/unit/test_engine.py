@@ -271,17 +271,20 @@ def test_a_preempted_request_computes_its_partial_block_and_one_more_again_at_mo
 
 def test_a_stream_closed_early_cancels_its_request_and_frees_its_blocks(checkpoint: Path) -> None:
     with opened(checkpoint) as engine:
-        before = engine.metrics.requests.value("cancelled")
+        gate, before = Gate(engine), engine.metrics.requests.value("cancelled")
+        gate.let(1)
         with engine.stream(PROMPTS[0], SamplingParams(max_tokens=400, ignore_eos=True)) as stream:
             next(stream)
+        gate.let(1)  # in which it may have been when the stream was closed
         wait_for(lambda: engine.metrics.requests.value("cancelled") == before + 1 and all_free(engine))
         stream.close()
         assert list(stream) == []
         del stream
         abandoned = engine.stream(PROMPTS[1], SamplingParams(max_tokens=400, ignore_eos=True))
         del abandoned
+        gate.let(1)
         wait_for(lambda: engine.metrics.requests.value("cancelled") == before + 2 and all_free(engine))
-        assert engine.metrics.generated_tokens.value() < 700
+        assert engine.metrics.generated_tokens.value() <= 3
 
 
 def test_a_stream_that_has_ended_has_nothing_to_collect(checkpoint: Path) -> None:

@@ -214,13 +214,19 @@ def test_a_bug_ends_an_evict_that_waits(checkpoint: Path) -> None:
 
 def test_a_sink_that_raises_loses_its_own_request_only(checkpoint: Path) -> None:
     with opened(checkpoint, senders=1) as engine:
-        good = Sink()
+        gate, good = Gate(engine), Sink()
 
         def bad(_: TokenEvent) -> None:
             raise ValueError("a client went away")
 
+        def given_up() -> bool:
+            return bool(engine._loop._cancels) or engine.metrics.requests.value("cancelled") == 1
+
         engine.submit(Request(PROMPTS[0], SamplingParams(max_tokens=400, ignore_eos=True)), bad)
         engine.submit(Request(PROMPTS[1], GREEDY), good)
+        gate.let(1)
+        wait_for(given_up)
+        gate.open()
         assert good.final().finish_reason is FinishReason.LENGTH
         wait_for(lambda: engine.metrics.requests.value("cancelled") == 1 and all_free(engine))
         assert engine.healthy
