@@ -46,6 +46,8 @@ class Setting:
     """Quota of every tenant in either tier; 0: none."""
     protocol: int = PROTOCOL_VERSION
     """What it says that it speaks."""
+    faulty: bool = False
+    """Its rows move through the seam for faults, so that they can hang; else as in production."""
 
 
 class EngineCommands:
@@ -56,7 +58,7 @@ class EngineCommands:
         self._steps = Steps(setting.kill_at)
         self._steps.watch(ENGINE_STEPS)
         self._bell = Bell()
-        self._faults = FaultyCalls()
+        self._faults = FaultyCalls() if setting.faulty else None
         budgets = (setting.dram_slots * SLOT_BYTES, setting.nvme_bytes)
         self._shared = SharedShelves(
             dataclasses.replace(LAYOUT, layers=setting.layers),
@@ -142,6 +144,7 @@ class EngineCommands:
 
     def hang(self, what: str) -> None:
         """From now on calls of this kind hang; "" for none."""
+        assert self._faults is not None, "rows of this engine cannot hang"
         if what:
             call = Call(what)
             self._faults.inject([Fault(call, self._faults.count(call) + 1, Effect.HANG, sticky=True)])

@@ -79,9 +79,9 @@ class Crew:
         """An engine that is not opened yet, and not of the crew."""
         return self.nursery.engine(self.path, **(self._setting | more))
 
-    def add(self, place: int | None = None) -> Worker:
-        """Start and open an engine, in the place of one that was killed if asked."""
-        engine = self.new()
+    def add(self, place: int | None = None, **more: Any) -> Worker:
+        """Start and open an engine, in the place of one that was killed if asked; `more`: settings of its own."""
+        engine = self.new(**more)
         if place is None:
             self.engines.append(engine)
         else:

@@ -56,10 +56,10 @@ def totals(lives: list[dict[str, Any]]) -> dict[str, object]:
 def keeper_killed(count: int, seed: int, scratch: Path) -> Numbers:
     """Keeper killed while A writes a reserved DRAM row and B attends another: both stay, A's is published after."""
     lives: list[dict[str, Any]] = []
-    with crew_of(scratch / "cache", 3, TIGHT) as crew:
-        _, b, c = crew.engines
+    with crew_of(scratch / "cache", 2, TIGHT) as crew:
+        b, c = crew.engines
         for turn in range(count):
-            a = crew.engines[0]
+            a = crew.add(None if turn == 0 else 2, faulty=True)
             block_seed = HELD_SEED + turn
             c("write", "dram", block_seed, 0, 3, 30)
             assert b("known", "dram", block_seed, 0, 3, 30) == 3 and b("lease", "dram", block_seed, 0, 3) == 3
@@ -86,9 +86,9 @@ def keeper_killed(count: int, seed: int, scratch: Path) -> Numbers:
                 churned += lives[-1]["written"]["dram"]
             assert b.answer() and b("leased", "dram") == 3
             b("release", "dram")
+            crew.check()
             a.close()  # its calls hang once only
-            crew.add(0)
-        crew.check()
+        crew.engines.pop()
         crew.settle()
     judge_lives(lives[:1])
     return {"kills": count, **totals(lives)}
