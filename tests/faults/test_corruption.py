@@ -27,3 +27,12 @@ def test_the_proof_sees_a_bad_row_that_is_handed_out(
     monkeypatch.setattr("kvtier.transfers.check_row", lambda *_: Verdict.GOOD)
     with pytest.raises(AssertionError, match="handed out"):
         damage_rows(kind, 30, 2, tmp_path)
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_the_proof_sees_bad_slices_that_are_handed_out(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier.transfers.check_slices", lambda *_: Verdict.GOOD)
+    with pytest.raises(AssertionError, match="wrong slices"):
+        damage_rows(kind, 30, 2, tmp_path)
