@@ -46,6 +46,8 @@ class Setting:
     """Quota of every tenant in either tier; 0: none."""
     protocol: int = PROTOCOL_VERSION
     """What it says that it speaks."""
+    threads: bool = False
+    """Its NVMe rows move by calls of threads, each of which a tracer sees, and not by io_uring."""
     faulty: bool = False
     """Its rows move through the seam for faults, so that they can hang; else as in production."""
 
@@ -65,7 +67,7 @@ class EngineCommands:
             NAMESPACE,
             Path(setting.path),
             budgets,
-            IO,
+            IO.model_copy(update={"engine": "threads"}) if setting.threads else IO,
             self._bell,
             setting.linger_s,
             setting.policy,

@@ -197,6 +197,7 @@ class Commands(EngineCommands):
             self.ask(tier, 3, 3)
             self.write_into(tier, seed, SCRIPT_BLOCKS, 1)
             self.give(tier)
+            self.hits(tier, seed, 1, SCRIPT_BLOCKS - 1)
         self.lease("dram", seed, 1, 3)
         self.leased("dram")
         self.release("dram")

@@ -1,7 +1,8 @@
-"""SIGKILL at every system call that touches the cache directory, of a keeper and of an engine: by `strace`.
+"""SIGKILL at every system call that touches the cache directory, of a keeper and of engines: by `strace`.
 
-The process is traced from before its first call on; which calls there are is found out by a run without a kill. Needs
-strace and the right to trace.
+Of two engines one moves its rows by io_uring, whose requests are no calls, the other by threads. Each process is traced
+from before its first call on; which calls there are is found out by a run without a kill. Needs strace and the right to
+trace.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from tests.soak.crew import BOTH, FILES, Crew, first_keeper
 from tests.soak.step_storm import spread
 from tests.soak.words import Numbers
 
-KEEPER, ENGINE = "keeper", "engine"
+KEEPER, ENGINE, THREADS = "keeper", "engine", "threads"
+ROW_CALLS = {"preadv", "pwritev"}
 PREPARED = "prepared"
 LOOKING = ("access", "faccessat", "faccessat2")
 """How a gate is looked for, and nothing else."""
@@ -49,8 +51,9 @@ def call_kills(count: int, seed: int, scratch: Path) -> Numbers:
     numbers: Numbers = {}
     with Nursery() as nursery:
         _prepare(nursery, scratch / PREPARED)
-        for role in (KEEPER, ENGINE):
+        for role in (KEEPER, ENGINE, THREADS):
             calls = _calls(nursery, scratch / f"{role}-all", role)
+            assert role != THREADS or {name.rstrip("2") for name, _ in calls} >= ROW_CALLS, "no call has moved a row"
             chosen = [calls[step - 1] for step in spread(len(calls), count, seed)]
             came = 0
             for name, nth in chosen:
@@ -89,7 +92,8 @@ def _run(nursery: Nursery, path: Path, role: str, options: Sequence[str]) -> boo
             traced = stack.enter_context(nursery.keeper(path, linger_s=0.2, gate=str(gate)))
         else:
             stack.enter_context(first_keeper(nursery, path))
-            traced = stack.enter_context(nursery.engine(path, linger_s=0.2, gate=str(gate), **setting))
+            threads = role == THREADS
+            traced = stack.enter_context(nursery.engine(path, linger_s=0.2, gate=str(gate), threads=threads, **setting))
         with _strace(traced.pid, [*_paths(path), *options], path.with_suffix(".calls"), gate):
             while role == KEEPER and not (path / SOCKET_NAME).exists() and traced.is_alive:
                 time.sleep(0.005)
