@@ -1,7 +1,6 @@
 """The scenarios at the end of the shelf protocol, each beside engines that read in place: their short counts.
 
-Those that are not here: a fork, a 65th owner and two layouts on one budget are in test_keeper.py and in the unit tests
-of keeper and shared shelves; a request cancelled in mid-pass is the engine's business, and in its tests.
+One is not here: a request that is cancelled in mid-pass is the engine's business, and in test_streamed_shelf.py.
 """
 
 from __future__ import annotations

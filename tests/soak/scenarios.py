@@ -148,7 +148,8 @@ def orphan_reads(count: int, seed: int, scratch: Path) -> Numbers:
 
 
 def first_engines(count: int, seed: int, scratch: Path) -> Numbers:
-    """Three first engines at once: one keeper, one set of shelves."""
+    """Three first engines at once: one keeper, one set of shelves, in which all read what each writes."""
+    lives: list[dict[str, Any]] = []
     with Nursery() as nursery:
         for turn in range(count):
             path = scratch / f"cache{turn}"
@@ -162,11 +163,17 @@ def first_engines(count: int, seed: int, scratch: Path) -> Numbers:
                 assert engines[turn % 3]("write", tier, seed, 0, 4, 30) == 4
                 assert engines[turn % 3 - 1]("known", tier, seed, 0, 4, 30) == 4
                 assert engines[turn % 3 - 1]("hits", tier, seed, 0, 4) == 4
+            known = [[tier, seed, 4] for tier in BOTH]
+            for place, engine in enumerate(engines):
+                engine.start("live", LIFE_SEED + place, 8, 0.3, known)
+            lives += [engine.answer() for engine in engines]
             for engine in engines:
+                engine("check")
                 engine.close()
             kill(*keepers)
             wait_gone(*keepers)
-    return {"starts": count}
+    judge_lives(lives)
+    return {"starts": count, **totals(lives)}
 
 
 def reload(count: int, seed: int, scratch: Path) -> Numbers:
