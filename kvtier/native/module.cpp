@@ -3,7 +3,6 @@
 // Callers (kvtier/attention/native.py, kvtier/models/ops.py) own every tensor behind an address and vouch for its shape.
 // All strides are in elements. Types are 0 fp32, 1 bf16, 2 fp16. Every call releases the GIL; one call at a time for
 // each Kernels object.
-#include <cstring>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -13,10 +12,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "checksum_module.hpp"
-#include "few_rows.hpp"
-#include "kernels.hpp"
-#include "plan.hpp"
-#include "pool.hpp"
+#include "kernel_set.hpp"
 #include "uring_module.hpp"
 
 namespace nb = nanobind;
@@ -32,72 +28,16 @@ T* at(Address address) {
     return reinterpret_cast<T*>(address);
 }
 
-std::vector<const KernelTable*> tables() {
-    std::vector<const KernelTable*> found;
-#ifdef KVTIER_AMX
-    if (few_rows_supported() && amx_kernels()) found.push_back(amx_kernels());
-#endif
-#ifdef KVTIER_X86
-    if (const KernelTable* table = avx512_kernels()) found.push_back(table);
-    if (const KernelTable* table = avx2_kernels()) found.push_back(table);
-#endif
-    found.push_back(plain_kernels());
-    return found;
-}
-
-std::vector<std::string> supported_isas() {
-    std::vector<std::string> names;
-    for (const KernelTable* table : tables()) names.emplace_back(table->isa);
-    return names;
-}
-
-const KernelTable& choose(const std::string& isa) {
-    for (const KernelTable* table : tables()) {
-        if (isa == "auto" || isa == table->isa) return *table;
-    }
-    throw std::invalid_argument("no kernels for isa \"" + isa + "\" on this CPU");
-}
-
-// The products of few rows that go with a set of kernels.
-FewRows few_rows_of([[maybe_unused]] const KernelTable& table) {
-#ifdef KVTIER_AMX
-    if (&table == amx_kernels()) return {FEW_ROWS, few_rows};
-#endif
-#ifdef KVTIER_DOT
-    if (&table == avx512_kernels() && few_rows_dot_supported()) return {FEW_ROWS_DOT, few_rows_dot};
-#endif
-    return {};
-}
-
-void append_rows(const AppendArguments& arguments) {
-    const Rows& rows = arguments.rows;
-    const std::size_t item = rows.type == Type::f32 ? 4 : 2, bytes = item * rows.dim;
-    for (int token = 0; token < arguments.tokens; ++token) {
-        char* plane = reinterpret_cast<char*>(arguments.append_rows[token]) + rows.layer_bytes +
-                      bytes * arguments.append_offsets[token];
-        const char* k = static_cast<const char*>(arguments.k) + item * token * arguments.k_token_stride;
-        const char* v = static_cast<const char*>(arguments.v) + item * token * arguments.v_token_stride;
-        for (int head = 0; head < rows.kv_heads; ++head, plane += rows.head_bytes) {
-            std::memcpy(plane, k + item * head * arguments.k_head_stride, bytes);
-            std::memcpy(plane + rows.value_bytes, v + item * head * arguments.v_head_stride, bytes);
-        }
-    }
-}
-
-// One set of kernels and the threads they run on.
-class Kernels {
+// A set of kernels that takes addresses.
+class Kernels : public KernelSet {
   public:
-    Kernels(int threads, const std::string& isa) : table_(choose(isa)), few_rows_(few_rows_of(table_)), pool_(threads) {}
-
-    const char* isa() const { return table_.isa; }
-    int threads() const { return pool_.threads(); }
-    int few_rows_max() const { return few_rows_.rows_max; }
+    using KernelSet::KernelSet;
 
     void append(Rows rows, Address k, Address v, std::int64_t k_token_stride, std::int64_t k_head_stride,
-                std::int64_t v_token_stride, std::int64_t v_head_stride, Address append_rows_, Address append_offsets,
+                std::int64_t v_token_stride, std::int64_t v_head_stride, Address append_rows, Address append_offsets,
                 int tokens) {
-        append_rows({rows, at<void>(k), at<void>(v), k_token_stride, k_head_stride, v_token_stride, v_head_stride,
-                     at<std::int64_t>(append_rows_), at<std::int32_t>(append_offsets), tokens});
+        KernelSet::append({rows, at<void>(k), at<void>(v), k_token_stride, k_head_stride, v_token_stride, v_head_stride,
+                           at<std::int64_t>(append_rows), at<std::int32_t>(append_offsets), tokens});
     }
 
     void attend(Rows rows, Type q_type, Address q, std::int64_t q_token_stride, std::int64_t q_head_stride, Address out,
@@ -107,59 +47,42 @@ class Kernels {
                                         at<float>(lse), at<std::int64_t>(tables), table_stride,
                                         at<std::int32_t>(query_starts), at<std::int32_t>(lengths), sequences, heads,
                                         scale, window};
-        const bool bf16s = rows.type == Type::bf16 && q_type == Type::bf16;
-        Plan plan(arguments, bf16s ? table_.bf16_tile_rows : CONVERTED_ROWS, pool_.threads());
-        table_.attend(pool_, arguments, plan.view());
+        Plan cut = plan(arguments);
+        KernelSet::attend(arguments, cut);
     }
 
     void rmsnorm(Type x_type, Address x, std::int64_t outer, std::int64_t inner, std::int64_t outer_stride,
                  std::int64_t inner_stride, Type out_type, Address weight, Address out, std::int64_t dim, float eps) {
-        table_.norm(pool_, {x_type, x_type, out_type, at<void>(x), nullptr, at<void>(weight), at<void>(out), outer,
-                            inner, outer_stride, inner_stride, dim, eps});
+        norm({x_type, x_type, out_type, at<void>(x), nullptr, at<void>(weight), at<void>(out), outer, inner,
+              outer_stride, inner_stride, dim, eps});
     }
 
     void add_rmsnorm(Type residual_type, Address residual, Type update_type, Address update, Address weight, Address out,
                      std::int64_t tokens, std::int64_t dim, float eps) {
-        table_.norm(pool_, {residual_type, update_type, update_type, at<void>(residual), at<void>(update),
-                            at<void>(weight), at<void>(out), tokens, 1, dim, 0, dim, eps});
+        norm({residual_type, update_type, update_type, at<void>(residual), at<void>(update), at<void>(weight),
+              at<void>(out), tokens, 1, dim, 0, dim, eps});
     }
 
     void rope(Type type, Address x, std::int64_t tokens, std::int64_t heads, std::int64_t dim,
               std::int64_t token_stride, std::int64_t head_stride, Address cos, Address sin) {
-        table_.rope(pool_, {type, at<void>(x), tokens, heads, dim, token_stride, head_stride, at<float>(cos),
-                            at<float>(sin)});
+        KernelSet::rope({type, at<void>(x), tokens, heads, dim, token_stride, head_stride, at<float>(cos),
+                         at<float>(sin)});
     }
 
     void silu_mul(Type type, Address gate_up, std::int64_t token_stride, Address out, std::int64_t tokens,
                   std::int64_t inter) {
-        table_.silu_mul(pool_, {type, at<void>(gate_up), at<void>(out), tokens, inter, token_stride});
+        KernelSet::silu_mul({type, at<void>(gate_up), at<void>(out), tokens, inter, token_stride});
     }
 
     void linear(Address x, std::int64_t x_stride, Address weight, Address bias, Address out, std::int64_t tokens,
                 std::int64_t in_dim, std::int64_t out_dim) {
-        table_.linear(pool_, {at<float>(x), at<float>(weight), at<float>(bias), at<float>(out), tokens, in_dim, out_dim,
-                              x_stride});
+        multiply({at<float>(x), at<float>(weight), at<float>(bias), at<float>(out), tokens, in_dim, out_dim, x_stride});
     }
 
     void linear_few(Address x, std::int64_t x_stride, Address weight, Address out, std::int64_t rows, std::int64_t in_dim,
                     std::int64_t out_dim) {
-        if (rows < 1 || rows > few_rows_.rows_max || in_dim < 1 || in_dim % 32 || out_dim % 16) {
-            throw std::invalid_argument("linear_few takes 1 to few_rows_max rows, in_dim in steps of 32, out_dim of 16");
-        }
-        packed_.resize(std::size_t(few_rows_.rows_max) * in_dim / 32);
-        few_rows_.multiply(pool_, {at<bf16>(x), at<bf16>(weight), at<bf16>(out), packed_.data()->values, rows, in_dim,
-                                   out_dim, x_stride, pool_.threads()});
+        multiply_few({at<bf16>(x), at<bf16>(weight), at<bf16>(out), rows, in_dim, out_dim, x_stride});
     }
-
-  private:
-    struct alignas(64) Line {
-        bf16 values[32];
-    };
-
-    const KernelTable& table_;
-    const FewRows few_rows_;
-    Pool pool_;
-    std::vector<Line> packed_;
 };
 
 }  // namespace

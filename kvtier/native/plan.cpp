@@ -17,6 +17,11 @@ Plan::Plan(const AttendArguments& arguments, int tile_rows, int threads) {
     cut_spans(arguments, threads);
 }
 
+AttendTasks Plan::view() {
+    for (Tile& tile : tiles_) tile.open_groups = tile.groups;
+    return {tiles_.data(), tasks_.data(), int(tasks_.size()), tile_rows_max_, partials_.get()};
+}
+
 void Plan::cut_queries(const AttendArguments& arguments, int tile_rows) {
     const int group_heads = arguments.heads / arguments.rows.kv_heads;
     const int tile_queries = std::max(1, tile_rows / group_heads);
@@ -52,7 +57,6 @@ void Plan::cut_spans(const AttendArguments& arguments, int threads) {
         const std::int64_t floats = spans(tile) * partial_floats(tile.queries * group_heads, arguments.rows.dim);
         if (tiles < wanted && spans(tile) > 1 && partials + floats <= PARTIAL_FLOATS) {
             tile.groups = int(std::min<std::int64_t>(spans(tile), (wanted - 1) / tiles + 1));
-            tile.open_groups = tile.groups;
             tile.partial_place = partials;
             partials += floats;
         }

@@ -1,4 +1,4 @@
-// Cuts one attention call into tasks, and owns the memory for partial results of spans that several threads compute.
+// Cuts attention calls over the same queries and lengths into tasks, and owns the memory for partial results of spans that several threads compute.
 //
 // The cut decides speed only, never bits: every (query, span) pair is computed alike and folded left to right.
 #pragma once
@@ -14,7 +14,8 @@ class Plan {
   public:
     // At most `tile_rows` query rows in a tile, unless one query has more.
     Plan(const AttendArguments& arguments, int tile_rows, int threads);
-    AttendTasks view() { return {tiles_.data(), tasks_.data(), int(tasks_.size()), tile_rows_max_, partials_.get()}; }
+    // For one call; the last one's is over then.
+    AttendTasks view();
 
   private:
     void cut_queries(const AttendArguments& arguments, int tile_rows);
