@@ -116,6 +116,57 @@ class Kernels:
         self, x: int, x_stride: int, weight: int, out: int, rows: int, in_dim: int, out_dim: int
     ) -> None: ...
 
+class LayerWeights:
+    """A matrix is (weight, bias); address 0: there is none."""
+
+    def __init__(
+        self,
+        qkv: tuple[int, int],
+        output: tuple[int, int],
+        gate_up: tuple[int, int],
+        down: tuple[int, int],
+        q_norm: int,
+        k_norm: int,
+        post_norm: int,
+        next_norm: int,
+        window: int,
+    ) -> None: ...
+
+class Layers:
+    """The layers of a decoder on a set of kernels; ValueError for what does not fit. `rows_max` 0: it runs no pass."""
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        rows: Rows,
+        slice_bytes: int,
+        heads: int,
+        hidden: int,
+        intermediate: int,
+        eps: float,
+        scale: float,
+        layers: list[LayerWeights],
+    ) -> None: ...
+    @property
+    def rows_max(self) -> int: ...
+    def run(
+        self,
+        first: int,
+        end: int,
+        tokens: int,
+        sequences: int,
+        residual: int,
+        normed: int,
+        cos: int,
+        sin: int,
+        tables: int,
+        table_stride: int,
+        query_starts: int,
+        lengths: int,
+        append_rows: int,
+        append_offsets: int,
+    ) -> None: ...
+
 class Ring:
     """An io_uring and its thread; see `kvtier.io.base.Ring`. OSError with what the kernel says."""
 

@@ -23,7 +23,14 @@ from kvtier.config import environment
 ROOT = Path(__file__).resolve().parent.parent
 NATIVE = ROOT / "kvtier" / "native"
 CACHE = ROOT / ".cache" / "sanitize"
-SUITES = ("test_attention.py", "test_ops.py", "test_few_rows.py", "test_checksum.py", "test_uring.py")
+SUITES = (
+    "test_attention.py",
+    "test_ops.py",
+    "test_few_rows.py",
+    "test_native_layers.py",
+    "test_checksum.py",
+    "test_uring.py",
+)
 """Tests of the native module, in tests/unit; those that are there are run."""
 OURS = re.compile(r"_native|kvtier/native")
 """What the frames of the module have: the name of its library or of a source."""

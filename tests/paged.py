@@ -20,13 +20,27 @@ class PagedSequences:
 
     def __init__(self, decoder: Decoder, blocks: int, seed: int = 0) -> None:
         self._decoder = decoder
-        row_bytes = decoder.layout.row_bytes
-        self._arena = torch.full((blocks * row_bytes + ALIGNMENT,), 0xFF, dtype=torch.uint8)
-        base = -(-self._arena.data_ptr() // ALIGNMENT) * ALIGNMENT
-        self._free = [base + block * row_bytes for block in range(blocks)]
+        self._arenas = [_arena(blocks * decoder.layout.row_bytes)]
+        base = self.rows.data_ptr()
+        self._free = [base + block * decoder.layout.row_bytes for block in range(blocks)]
         random.Random(seed).shuffle(self._free)
         self._tables: dict[int, list[int]] = {}
         self._lengths: dict[int, int] = {}
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """All rows as they lie, uint8 [byte]."""
+        return self._arenas[-1]
+
+    def move(self) -> int:
+        """Move all rows elsewhere, and leave NaN where they were; returns by how much their addresses have grown."""
+        before = self.rows
+        self._arenas.append(_arena(len(before)).copy_(before))
+        before.fill_(0xFF)
+        distance = self.rows.data_ptr() - before.data_ptr()
+        self._free = [address + distance for address in self._free]
+        self._tables = {name: [address + distance for address in table] for name, table in self._tables.items()}
+        return distance
 
     def run(self, chunks: Sequence[tuple[int, Sequence[int]]]) -> list[torch.Tensor]:
         """One pass over (sequence, its next tokens), in this order; returns logits [token, vocab] of each chunk."""
@@ -35,6 +49,12 @@ class PagedSequences:
 
     def forward(self, chunks: Sequence[tuple[int, Sequence[int]]], logits_rows: torch.Tensor) -> torch.Tensor:
         """The same, for the logits [row, vocab] of `logits_rows` (indices into the pass's tokens) only."""
+        token_ids, positions, batch = self.prepare(chunks)
+        with torch.inference_mode():
+            return self._decoder.forward(token_ids, positions, batch, logits_rows)
+
+    def prepare(self, chunks: Sequence[tuple[int, Sequence[int]]]) -> tuple[torch.Tensor, torch.Tensor, AttentionBatch]:
+        """Token ids, positions and tables of the pass that `run` makes, which its caller must now make."""
         size = self._decoder.layout.block_tokens
         positions: list[int] = []
         rows: list[int] = []
@@ -57,5 +77,10 @@ class PagedSequences:
             append_offsets=torch.tensor([position % size for position in positions], dtype=torch.int32),
         )
         token_ids = torch.tensor([token for _, tokens in chunks for token in tokens])
-        with torch.inference_mode():
-            return self._decoder.forward(token_ids, torch.tensor(positions), batch, logits_rows)
+        return token_ids, torch.tensor(positions), batch
+
+
+def _arena(size: int) -> torch.Tensor:
+    """Aligned memory that nobody has written."""
+    memory = torch.full((size + ALIGNMENT,), 0xFF, dtype=torch.uint8)
+    return memory[-memory.data_ptr() % ALIGNMENT :][:size]

@@ -36,7 +36,7 @@ class NativeAttention:
         assert k.shape == v.shape == (len(batch.append_rows), layout.kv_heads, layout.head_dim)
         assert k.stride(2) == v.stride(2) == 1 and k.dtype == v.dtype
         self.kernels.append(
-            _rows(layout, layer, k.dtype),
+            rows_of(layout, layer, k.dtype),
             k=k.data_ptr(),
             v=v.data_ptr(),
             k_token_stride=k.stride(0),
@@ -63,7 +63,7 @@ class NativeAttention:
         out = torch.empty(q.shape, dtype=q.dtype)
         lse = torch.empty(tokens, heads)
         self.kernels.attend(
-            _rows(layout, layer),
+            rows_of(layout, layer),
             q_type=TYPES[q.dtype],
             q=q.data_ptr(),
             q_token_stride=q.stride(0),
@@ -82,7 +82,7 @@ class NativeAttention:
         return out, lse
 
 
-def _rows(layout: KVLayout, layer: int, dtype: torch.dtype | None = None) -> _native.Rows:
+def rows_of(layout: KVLayout, layer: int, dtype: torch.dtype | None = None) -> _native.Rows:
     """What the kernels need to know of a layer's slice; asserts that `dtype` is the layout's."""
     kind: _native.Type = getattr(_native.Type, layout.dtype)
     assert dtype is None or TYPES[dtype] == kind

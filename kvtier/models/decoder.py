@@ -19,6 +19,7 @@ from kvtier.block import KVLayout
 from kvtier.errors import CheckpointError, RequestError
 from kvtier.models.config import DTYPES, ModelConfig
 from kvtier.models.fingerprint import DigestMemory
+from kvtier.models.native_layers import native_layers
 from kvtier.models.ops import Ops
 from kvtier.models.rope import rope_table
 from kvtier.models.weights import CPU, DecoderWeights, LayerWeights, Progress, load_weights
@@ -45,7 +46,7 @@ class Hidden:
     residual: torch.Tensor
     """[token, hidden]; the decoder adds to it in place."""
     normed: torch.Tensor
-    """[token, hidden]: the residual through the next layer's input norm."""
+    """[token, hidden]: the residual through the next layer's input norm; perhaps overwritten by the next layers."""
     cos: torch.Tensor
     sin: torch.Tensor
     """fp32 [token, dim / 2] of the tokens' positions."""
@@ -83,6 +84,7 @@ class Decoder:
         self._cos, self._sin = (table.to(weights.embedding.device) for table in tables)
         following = [*(layer.input_norm for layer in weights.layers[1:]), weights.norm]
         self._layers = list(zip(weights.layers, config.windows, following, strict=True))
+        self._native = native_layers(backend, ops, config, weights, self.layout, self._scale)
 
     @property
     def weights_bytes(self) -> int:
@@ -117,6 +119,11 @@ class Decoder:
         The rows may lie at other addresses for the next call.
         """
         assert layers.start == hidden.layer and layers.step == 1 and layers.stop <= len(self._layers), (layers, hidden)
+        native = self._native
+        if native is not None and 0 < len(hidden.residual) <= native.rows_max:
+            native.run(hidden.residual, hidden.normed, hidden.cos, hidden.sin, layers, batch)
+            hidden.layer = layers.stop
+            return
         ops, eps = self._ops, self.config.rms_eps
         residual, normed = hidden.residual, hidden.normed
         for index in layers:

@@ -1,4 +1,4 @@
-// Row by row: rmsnorm, rotary embedding, gated activation. Included by isa_*.cpp after tile.hpp.
+// Row by row: rmsnorm, rotary embedding, gated activation, bias. Included by isa_*.cpp after tile.hpp.
 //
 // A row is converted to fp32, computed and stored in an order that depends on its width alone.
 #pragma once
@@ -107,6 +107,19 @@ void silu_mul(Pool& pool, const SiluArguments& arguments) {
         });
     };
     for_rows(pool, arguments.tokens, 4 * arguments.inter, 16, token);  // exp and the division: about four elements' work
+}
+
+void add_bias(Pool& pool, const BiasArguments& arguments) {
+    const auto row = [&](long i, float*) {
+        with_type(arguments.type, arguments.x, [&](auto* x) {
+            x += i * arguments.dim;
+            const auto* bias = static_cast<decltype(x)>(const_cast<void*>(arguments.bias));
+            for_vectors(arguments.dim, [&](long j, int count) {
+                Simd::store(x + j, Simd::add(Simd::load(x + j, count), Simd::load(bias + j, count)), count);
+            });
+        });
+    };
+    for_rows(pool, arguments.rows, arguments.dim, 16, row);
 }
 
 }  // namespace

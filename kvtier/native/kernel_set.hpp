@@ -1,5 +1,5 @@
-// One set of kernels, the threads they run on, and what has to be chosen or made for a call: module.cpp asks for
-// operations, and knows neither tables nor pools.
+// One set of kernels, the threads they run on, and what has to be chosen or made for a call: module.cpp and layers.cpp
+// ask for operations, and know neither tables nor pools.
 //
 // One call at a time. Throws std::runtime_error in a forked child.
 #pragma once
@@ -45,6 +45,7 @@ class KernelSet {
     void norm(const NormArguments& arguments) { table_.norm(pool_, arguments); }
     void rope(const RopeArguments& arguments) { table_.rope(pool_, arguments); }
     void silu_mul(const SiluArguments& arguments) { table_.silu_mul(pool_, arguments); }
+    void add_bias(const BiasArguments& arguments) { table_.add_bias(pool_, arguments); }
     void multiply(const LinearArguments& arguments) { table_.linear(pool_, arguments); }
     // Throws std::invalid_argument for other than 1 to few_rows_max() rows and for what takes_few() refuses.
     void multiply_few(const FewRowsProduct& product);

@@ -1,6 +1,6 @@
 // What a set of kernels offers: plain structures of addresses and sizes, and one table of functions for each ISA.
 //
-// Owns no memory and no threads. module.cpp fills the structures; isa_*.cpp provide the tables. Strides are in elements.
+// Owns no memory and no threads. module.cpp and layers.cpp fill the structures; isa_*.cpp provide the tables. Strides are in elements.
 #pragma once
 
 #include <cstdint>
@@ -116,6 +116,14 @@ struct SiluArguments {
     std::int64_t tokens, inter, token_stride;
 };
 
+// x [row, dim] plus bias [dim], in place.
+struct BiasArguments {
+    Type type;
+    void* x;
+    const void* bias;
+    std::int64_t rows, dim;
+};
+
 // out [token, out_dim] = x [token, in_dim] times the transpose of weight [out_dim, in_dim], plus bias or null; fp32.
 struct LinearArguments {
     const float* x;
@@ -132,6 +140,7 @@ struct KernelTable {
     void (*norm)(Pool&, const NormArguments&);
     void (*rope)(Pool&, const RopeArguments&);
     void (*silu_mul)(Pool&, const SiluArguments&);
+    void (*add_bias)(Pool&, const BiasArguments&);
     void (*linear)(Pool&, const LinearArguments&);
 };
 

@@ -1,18 +1,22 @@
 // kvtier._native: CPU kernels over raw addresses. With the *_module.cpp, the only file that knows Python.
 //
-// Callers (kvtier/attention/native.py, kvtier/models/ops.py) own every tensor behind an address and vouch for its shape.
+// Callers (kvtier/attention/native.py, kvtier/models/ops.py and native_layers.py) own every tensor behind an address and
+// vouch for its shape.
 // All strides are in elements. Types are 0 fp32, 1 bf16, 2 fp16. Every call releases the GIL; one call at a time for
 // each Kernels object.
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include "checksum_module.hpp"
 #include "kernel_set.hpp"
+#include "layers.hpp"
 #include "uring_module.hpp"
 
 namespace nb = nanobind;
@@ -85,6 +89,30 @@ class Kernels : public KernelSet {
     }
 };
 
+using MatrixAddresses = std::pair<Address, Address>;  // weight, bias
+
+Matrix matrix_at(const MatrixAddresses& addresses) { return {at<void>(addresses.first), at<void>(addresses.second)}; }
+
+void make_weights(LayerWeights* self, MatrixAddresses qkv, MatrixAddresses output, MatrixAddresses gate_up,
+                  MatrixAddresses down, Address q_norm, Address k_norm, Address post_norm, Address next_norm, int window) {
+    new (self) LayerWeights{matrix_at(qkv), matrix_at(output), matrix_at(gate_up), matrix_at(down), at<void>(q_norm),
+                            at<void>(k_norm), at<void>(post_norm), at<void>(next_norm), window};
+}
+
+void make_layers(Layers* self, Kernels& kernels, Rows rows, std::int64_t slice_bytes, int heads, std::int64_t hidden,
+                 std::int64_t intermediate, float eps, float scale, std::vector<LayerWeights> layers) {
+    new (self) Layers(kernels, {rows, slice_bytes, heads, hidden, intermediate, eps, scale}, std::move(layers));
+}
+
+void run_layers(Layers& layers, int first, int end, int tokens, int sequences, Address residual, Address normed,
+                Address cos, Address sin, Address tables, std::int64_t table_stride, Address query_starts,
+                Address lengths, Address append_rows, Address append_offsets) {
+    layers.run({tokens, sequences, at<void>(residual), at<void>(normed), at<float>(cos), at<float>(sin),
+                at<std::int64_t>(tables), table_stride, at<std::int32_t>(query_starts), at<std::int32_t>(lengths),
+                at<std::int64_t>(append_rows), at<std::int32_t>(append_offsets)},
+               first, end);
+}
+
 }  // namespace
 }  // namespace kvtier
 
@@ -132,4 +160,16 @@ NB_MODULE(_native, module) {
              "in_dim"_a, "out_dim"_a)
         .def("linear_few", &Kernels::linear_few, no_gil, "x"_a, "x_stride"_a, "weight"_a, "out"_a, "rows"_a, "in_dim"_a,
              "out_dim"_a);
+
+    nb::class_<LayerWeights>(module, "LayerWeights", "Addresses of one layer's weights.")
+        .def("__init__", &make_weights, "qkv"_a, "output"_a, "gate_up"_a, "down"_a, "q_norm"_a, "k_norm"_a,
+             "post_norm"_a, "next_norm"_a, "window"_a);
+
+    nb::class_<Layers>(module, "Layers", "The layers of a decoder on a set of kernels.")
+        .def("__init__", &make_layers, nb::keep_alive<1, 2>(), "kernels"_a, "rows"_a, "slice_bytes"_a, "heads"_a,
+             "hidden"_a, "intermediate"_a, "eps"_a, "scale"_a, "layers"_a)
+        .def_prop_ro("rows_max", &Layers::rows_max, "Tokens of the largest pass that run() takes; 0: none.")
+        .def("run", &run_layers, no_gil, "first"_a, "end"_a, "tokens"_a, "sequences"_a, "residual"_a, "normed"_a,
+             "cos"_a, "sin"_a, "tables"_a, "table_stride"_a, "query_starts"_a, "lengths"_a, "append_rows"_a,
+             "append_offsets"_a);
 }
