@@ -1,8 +1,10 @@
 """What a decode step is made of: kernels and matmuls, and everything else, which is Python.
 
-`python scripts/bench/step_profile.py [--model DIR] [--batches 1 8] [--context N] [--tokens N] [--rounds N]`. All
-sequences are decoded at once from HBM, with nothing to load and tiers beside it. Each native call and each matmul of
-torch is timed by the clock on the engine's thread; a step lasts from one batch of logits to the next.
+`python scripts/bench/step_profile.py [--by-kernel] [--model DIR] [--batches 1 8] [--context N] [--tokens N]
+[--rounds N]`. All sequences are decoded at once from HBM, with nothing to load and tiers beside it. Each native call
+and each matmul of torch is timed by the clock on the engine's thread; a step lasts from one batch of logits to the
+next. Layers that are run in one native call are kernels altogether. With `--by-kernel` they are run call by call, which
+takes longer, to see what each kernel takes.
 """
 
 from __future__ import annotations
@@ -72,7 +74,7 @@ class TimedKernels:
         return getattr(self._kernels, name)
 
 
-def watch_engine(engine: Engine) -> Watch:
+def watch_engine(engine: Engine, by_kernel: bool) -> Watch:
     """Time the kernels of an engine from now on."""
     watch = Watch()
     runner: Any = engine._runner
@@ -80,6 +82,10 @@ def watch_engine(engine: Engine) -> Watch:
     timed = TimedKernels(decoder._backend.kernels, watch)
     decoder._backend.kernels = timed
     decoder._ops.kernels = timed
+    if by_kernel:
+        decoder._native = None
+    if decoder._native is not None:
+        decoder._native.run = watch.timed("layers", decoder._native.run)
     F.linear = watch.timed("torch linear", F.linear)
     inner = runner.logits
 
@@ -96,6 +102,7 @@ def main() -> None:
     """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
+    add("--by-kernel", action="store_true", help="run layers call by call")
     add("--model", type=Path, default=ROOT / ".cache" / "models" / "smollm2", help="Hugging Face folder")
     add("--batches", type=int, nargs="+", default=[1, 8], help="default: 1 8")
     add("--context", type=int, default=1024, help="tokens of each prompt (default: %(default)s)")
@@ -116,7 +123,7 @@ def report(batch: int, options: argparse.Namespace) -> None:
         workload = Workload(settings)
         with open_engine(workload, workload.hbm_bytes(), 1 << 30, Path(folder)) as engine:
             decode = EngineDecode(engine, workload.prompts(batch, options.context), lambda _: None)
-            watch = watch_engine(engine)
+            watch = watch_engine(engine, options.by_kernel)
             steps: list[tuple[float, dict[str, float]]] = []
             for _ in range(options.rounds):
                 watch.steps.clear()
