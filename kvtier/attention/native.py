@@ -11,6 +11,7 @@ import torch
 from kvtier import _native
 from kvtier.attention.base import AttentionBatch
 from kvtier.block import KVLayout
+from kvtier.errors import ConfigError
 
 TYPES = {
     torch.float32: _native.Type.float32,
@@ -24,13 +25,20 @@ HEAD_DIMS = range(8, 1025, 8)
 class NativeAttention:
     """`AttentionBackend` in C++. Bits do not depend on `threads`; they may differ between ISAs.
 
-    `isa`: "auto", or one of `_native.supported_isas()`; ValueError if this CPU lacks it.
+    `isa`: "auto", or one of `_native.supported_isas()`; ValueError if this CPU lacks it. ConfigError if there cannot be
+    so many threads.
     """
 
     name = "native"
 
     def __init__(self, threads: int, isa: str = "auto") -> None:
-        self.kernels = _native.Kernels(threads, isa)
+        try:
+            self.kernels = _native.Kernels(threads, isa)
+        except OSError as error:
+            raise ConfigError(
+                f"threads: {threads} cannot be started ({error.strerror}); lower it, or raise `ulimit -u`, pids.max of "
+                "the cgroup, or its memory"
+            ) from None
 
     def append(self, k: torch.Tensor, v: torch.Tensor, batch: AttentionBatch, layout: KVLayout, layer: int) -> None:
         assert k.shape == v.shape == (len(batch.append_rows), layout.kv_heads, layout.head_dim)

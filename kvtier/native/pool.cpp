@@ -41,8 +41,7 @@ Pool::Pool(int threads) : owner_(getpid()) {
     try {
         for (int i = 0; i + 1 < threads; ++i) workers_.emplace_back([this, i] { work_loop(i); });
     } catch (...) {
-        stop_ = true;
-        for (auto& worker : workers_) worker.join();
+        end();
         throw;
     }
 }
@@ -52,6 +51,10 @@ Pool::~Pool() {
         new std::vector<std::thread>(std::move(workers_));
         return;
     }
+    end();
+}
+
+void Pool::end() {
     stop_ = true;
     {
         std::lock_guard lock(mutex_);

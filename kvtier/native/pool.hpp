@@ -32,6 +32,7 @@ class Pool {
     void run(int tasks, std::size_t scratch_floats, TaskBody body, const void* context);  // see tasks.hpp
 
   private:
+    void end();  // wakes and joins all workers
     void work_loop(int worker);
     void take_tasks(int worker);
     bool wait_for_job(std::uint64_t last);
