@@ -1,11 +1,12 @@
 """Assembly: from a configuration to the parts of an engine, sized for this machine.
 
-Owns the resolving of sizes (bytes, or shares of what is free), the sums that must fit and the report of what was made.
-Called once by the engine, before its thread starts; raises ConfigError and CheckpointError with a way out.
+Owns the resolving of sizes (bytes, or shares of what is free) and the sums that must fit. Called once by the engine,
+before its thread starts; raises ConfigError and CheckpointError with a way out, and leaves nothing behind then.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -15,8 +16,9 @@ from pathlib import Path
 
 import torch
 
+from kvtier.assembly_log import log_parts, warn_of_other_layouts
 from kvtier.block import KVLayout, Tier
-from kvtier.byte_text import bytes_text, free_text, needed_text
+from kvtier.byte_text import free_text, needed_text
 from kvtier.cache_directory import free_disk_bytes
 from kvtier.capacity import Capacity
 from kvtier.config import EngineConfig
@@ -32,6 +34,7 @@ from kvtier.metrics import Metrics
 from kvtier.models.config import ModelConfig
 from kvtier.models.decoder import Decoder, load_decoder
 from kvtier.namespace import namespace_digest
+from kvtier.process_limits import what_is_short
 from kvtier.shelf import Shelf
 from kvtier.shelves import dram_slot_count, open_dram_shelf, open_nvme_shelf, row_format
 from kvtier.sizing import (
@@ -47,6 +50,7 @@ from kvtier.sizing import (
 from kvtier.store import Store
 from kvtier.streams import StreamLimits
 from kvtier.terms import Terms
+from kvtier.tiers.arena import Arena
 from kvtier.tiers.header import HEADER_BYTES
 from kvtier.tiers.memory import free_memory_bytes
 from kvtier.tiers.staging import StagingMemory
@@ -56,6 +60,8 @@ _log = logging.getLogger(__name__)
 
 OPEN_S = 30.0
 """What opening an NVMe shelf of one's own may take before the engine starts without it, besides the wait for others."""
+UNDO_S = 5.0
+"""What giving a part back may take when another cannot be made: it has done nothing yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,35 +111,38 @@ def assemble(
     landings = landing_count(config, layout, dram_bytes) if device.lands_rows else 0
     slot_count = hbm_slot_count(config, layout, device.free_bytes())
     near_rows = near_row_count(config, layout, slot_count, context) if device.launcher is not None else 0
-    arena = device.arena(layout, slot_count - near_rows, landings, wake)
-    near = None
-    if device.launcher is not None and (slices_max := near_rows * layout.layers // HALVES):
-        near = NearSlices(arena, decoder.config.windows, slices_max, device.place, device.launcher)
     dram_bytes = max(0, dram_bytes - landings * shelf_count(config) * layout.row_bytes)
-    staging = None
-    if staged_bytes := staging_bytes(config, layout, dram_bytes):
-        staging = StagingMemory(staged_bytes, layout.slice_bytes)
-        dram_bytes -= staging.bytes_total
-    store = Store(
-        layout,
-        arena,
-        POLICIES[config.eviction],
-        metrics,
-        NvmePolicy(config.tiers.nvme.policy),
-        CostModel(layout, config.tiers.fetch_deadline_s, LoadPolicy(config.tiers.load), config.scheduler.step_tokens),
-        spare_count(config, arena.slot_count),
-        staging,
-    )
-    try:
+    with contextlib.ExitStack() as undo:
+        arena = device.arena(layout, slot_count - near_rows, landings, wake)
+        undo.callback(arena.close)
+        near = None
+        if device.launcher is not None and (slices_max := near_rows * layout.layers // HALVES):
+            near = NearSlices(arena, decoder.config.windows, slices_max, device.place, device.launcher)
+        staging = None
+        if staged_bytes := staging_bytes(config, layout, dram_bytes):
+            staging = StagingMemory(staged_bytes, layout.slice_bytes)
+            dram_bytes -= staging.bytes_total
+        store = _store(config, layout, arena, metrics, staging)
+        undo.pop_all()  # the store closes the arena
+        undo.callback(store.close, UNDO_S)
         _add_shelves(store, config, layout, namespace, wake, dram_bytes)
-    except BaseException:
-        store.close(0.0)
-        raise
-    _warn_of_other_layouts(config, store)
-    streams = StreamLimits(config.scheduler.streamed_max, working_set_count(config, store.usable_count))
-    _report(config, decoder, store, context, streams, near_rows)
-    capacity = _capacity(config, store, streams)
+        warn_of_other_layouts(config, store)
+        streams = StreamLimits(config.scheduler.streamed_max, working_set_count(config, store.usable_count))
+        log_parts(config, decoder, store, context, streams, near_rows)
+        capacity = _capacity(config, store, streams)
+        undo.pop_all()
     return Parts(decoder, tokenizer, store, namespace, context, streams, capacity, near)
+
+
+def _store(
+    config: EngineConfig, layout: KVLayout, arena: Arena, metrics: Metrics, staging: StagingMemory | None
+) -> Store:
+    """A store over HBM alone."""
+    costs = CostModel(
+        layout, config.tiers.fetch_deadline_s, LoadPolicy(config.tiers.load), config.scheduler.step_tokens
+    )
+    policy, spare = NvmePolicy(config.tiers.nvme.policy), spare_count(config, arena.slot_count)
+    return Store(layout, arena, POLICIES[config.eviction], metrics, policy, costs, spare, staging)
 
 
 def _context(config: EngineConfig, decoder: Decoder) -> int:
@@ -193,15 +202,15 @@ def _add_shelves(
                 layout, namespace, path, nvme_bytes, io, wake, wait_s, policy=policy, terms=nvme_terms
             )
         except (ShelfError, OSError) as error:
-            if str(error) != said:
-                said = str(error)
-                _log.warning("serving without the NVMe shelf, trying again: %s", error)
+            if (text := what_is_short(error) or str(error)) != said:
+                said = text
+                _log.warning("serving without the NVMe shelf, trying again: %s", text)
             return None
 
     nvme_bytes = resolve(nvme.bytes, free_disk_bytes(path))
     store.open_shelf(Tier.NVME, opener, nvme.wait_s + OPEN_S)
     if Tier.NVME.value not in store.capacities() and not said:
-        _log.warning("serving without the NVMe shelf: its disk has not opened it yet; it is used once it has")
+        _log.warning("serving without the NVMe shelf: it has not been opened yet; it is used once it has")
 
 
 def _add_shared_shelves(
@@ -226,6 +235,8 @@ def _add_shared_shelves(
             terms=_terms(config, layout),
         )
     except ShelfError as error:
+        if what_is_short(error):
+            raise
         _log.warning("serving without shelves: %s", error)
         return
     store.on_close(shared.close)
@@ -254,45 +265,3 @@ def _terms(config: EngineConfig, layout: KVLayout) -> tuple[Terms, Terms]:
                 f"{needed_text(HEADER_BYTES + layout.row_bytes)}; raise it, or 0 for no limit"
             )
     return Terms(pin_share, dram.tenant_bytes), Terms(pin_share, nvme.tenant_bytes, nvme.write_bytes_day)
-
-
-def _warn_of_other_layouts(config: EngineConfig, store: Store) -> None:
-    """Say so if NVMe got less than half of its bytes: blocks of other layouts are never evicted for this one's."""
-    slots, nvme_bytes = store.capacities().get(Tier.NVME.value), config.tiers.nvme.bytes
-    if slots is None or isinstance(nvme_bytes, float):  # a share, of what was free
-        return
-    slot_bytes = HEADER_BYTES + store.layout.row_bytes
-    if slots * slot_bytes < nvme_bytes // 2:
-        _log.warning(
-            "NVMe has room for %d blocks, %s of tiers.nvme.bytes (%s): the rest is held by files of other row layouts "
-            "(another model, dtype or block_tokens) in tiers.nvme.path, or its first engine was given less; `kvtier "
-            "shelf ls` shows them: raise tiers.nvme.bytes, take another path, or remove folders that nobody needs",
-            slots,
-            bytes_text(slots * slot_bytes),
-            bytes_text(nvme_bytes),
-        )
-
-
-def _report(
-    config: EngineConfig, decoder: Decoder, store: Store, context: int, streams: StreamLimits, near_rows: int
-) -> None:
-    layout = store.layout
-    slots = ", ".join(f"{name} {count} blocks" for name, count in store.capacities().items())
-    if streams.slots_max:
-        slots += f"; contexts larger than HBM: {streams.streams_max} at once, {streams.slots_max} blocks of HBM each"
-    if near_rows:
-        slots += f"; {near_rows} blocks of HBM are for slices that a prefill brings near"
-    _log.info(
-        "%s %s on %s, %d layers, context %d, attention %s; block %d tokens = %s (%s each); %s; a pass stages %d",
-        decoder.config.family,
-        layout.dtype,
-        config.device,
-        layout.layers,
-        context,
-        config.attention,
-        layout.block_tokens,
-        bytes_text(layout.row_bytes),
-        bytes_text(layout.token_bytes),
-        slots,
-        store.stager.blocks_max if store.stager is not None else 0,
-    )

@@ -7,6 +7,7 @@ model.py, the command line and programs all come in here.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from typing import TypedDict
 
 from typing_extensions import Unpack
 
-from kvtier.assembly import assemble
+from kvtier.assembly import UNDO_S, assemble
 from kvtier.bell import Bell
 from kvtier.block import Tier
 from kvtier.config import EngineConfig
@@ -27,6 +28,7 @@ from kvtier.loop import EngineLoop
 from kvtier.metrics import DEMOTIONS, LOAD_DECISIONS, PROMOTIONS, SHELVES, Metrics
 from kvtier.outbox import Outbox, Sink
 from kvtier.own_process import OwnProcess
+from kvtier.process_limits import shortage_as_config_error
 from kvtier.request import Completion, Request, SamplingParams, TokenEvent
 from kvtier.runner import Runner
 from kvtier.scheduler import Scheduler, SchedulerLimits
@@ -62,13 +64,21 @@ class Engine:
         """Load the model, allocate the tiers and start. `progress(done_bytes, total_bytes)` follows the weights.
 
         `device` stands in for the one that the configuration names, for tests and rehearsals.
-        Raises ConfigError (a key does not fit this machine) or CheckpointError (the model folder).
+        Raises ConfigError (a key does not fit this machine, or its limits are too low) or CheckpointError (the model
+        folder); nothing is left behind then.
         """
         self.config = config
         self.metrics = Metrics()
-        bell = Bell()
-        device = device if device is not None else make_device(config.device)
+        self._closed = False
+        with shortage_as_config_error(), contextlib.ExitStack() as undo:
+            self._start(progress, device if device is not None else make_device(config.device), undo)
+            undo.pop_all()
+
+    def _start(self, progress: Callable[[int, int], None] | None, device: Device, undo: contextlib.ExitStack) -> None:
+        """Make the parts and start the loop; `undo` gives back what was made should that fail."""
+        config, bell = self.config, Bell()
         parts = assemble(config, self.metrics, bell.ring, progress, device)
+        undo.callback(parts.store.close, UNDO_S)
         self.tokenizer = parts.tokenizer
         self.model_config = parts.decoder.config
         self._store = parts.store
@@ -77,12 +87,12 @@ class Engine:
         self._scheduler = Scheduler(parts.store, limits, parts.streams)
         self._intake = Intake(parts, config)
         self._outbox = Outbox(config.senders)
+        undo.callback(self._outbox.close, UNDO_S)
         turns = None
         if self._store.stager is not None:
             share = config.scheduler.streamed_share
             turns = StreamedTurns(self._scheduler.staged_parts, self._runner, self._store.stager, share)
         self._loop = EngineLoop(self._store, self._scheduler, self._runner, self._outbox, bell, self.metrics, turns)
-        self._closed = False
         self._loop.start()
 
     @property

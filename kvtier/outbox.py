@@ -20,6 +20,9 @@ Sink = Callable[[TokenEvent], None]
 
 _log = logging.getLogger(__name__)
 
+END_S = 1.0
+"""For senders that have nothing to send."""
+
 
 class Mailbox:
     """Events of one request on their way to its sink."""
@@ -60,13 +63,19 @@ class Outbox:
     """`sender_count` threads, each with a queue of mailboxes that have news."""
 
     def __init__(self, sender_count: int) -> None:
+        """RuntimeError if there can be no more threads; none is left behind then."""
         self._queues: list[queue.SimpleQueue[Mailbox | None]] = [queue.SimpleQueue() for _ in range(sender_count)]
         self._threads = [
             threading.Thread(target=_send, args=(inbox,), name=f"kvtier-sender-{index}", daemon=True)
             for index, inbox in enumerate(self._queues)
         ]
-        for thread in self._threads:
-            thread.start()
+        for started, thread in enumerate(self._threads):
+            try:
+                thread.start()
+            except RuntimeError:
+                del self._threads[started:]
+                self.close(END_S)
+                raise
 
     def post(self, number: int, mailbox: Mailbox, event: TokenEvent) -> None:
         """Queue an event of request `number`; returns at once. Any thread, but one at a time per request."""

@@ -7,6 +7,7 @@ and closing may wait for a disk, the engine thread never does. Owned by the stor
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
 import threading
 import time
@@ -14,7 +15,10 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvtier.block import Tier
+from kvtier.process_limits import what_is_short
 from kvtier.shelf import Shelf
+
+_log = logging.getLogger(__name__)
 
 RETRY_S = 5.0
 """How often a shelf that could not be opened is tried again."""
@@ -41,6 +45,8 @@ class Reopening:
         self._leaving: list[Shelf] = []
         self._opened: queue.SimpleQueue[tuple[Tier | None, Shelf | None]] = queue.SimpleQueue()
         self._opening = False
+        self._short = False
+        """The last opener could not be sent off."""
         self._awaited = False
         self._failure: Exception | None = None
         self._retry_at = 0.0
@@ -114,8 +120,12 @@ class Reopening:
         tier, leaving = self._wanted[0] if self._wanted else None, self._leaving
         try:
             threading.Thread(target=self._open, args=(tier, leaving), name="kvtier-opener", daemon=True).start()
-        except RuntimeError:
+        except RuntimeError as error:
+            if not self._short:
+                _log.warning("a shelf cannot be opened now, trying again: %s", what_is_short(error) or error)
+            self._short = True
             return
+        self._short = False
         self._opening, self._leaving = True, []
         del self._wanted[:1]
 

@@ -57,6 +57,7 @@ FLOORS = {
         "replay",
         "layout_bytes",
         "file_watch",
+        "process_limits",
         "metrics",
         "cache_directory",
         "digest_memory",
@@ -96,6 +97,7 @@ FLOORS = {
     TOP: [
         "engine",
         "assembly",
+        "assembly_log",
         "intake",
         "capacity",
         "session",

@@ -7,6 +7,7 @@ the one thread that talks to Triton's metrics. Triton calls `TritonPythonModel`;
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import threading
@@ -48,14 +49,14 @@ class TritonPythonModel:
         self._types = {
             item["name"]: triton.triton_string_to_numpy(item["data_type"]) for item in model_config["output"]
         }
-        self._engine = Engine(EngineConfig.load(folder / "engine.yaml", overrides(model_config, folder)))
-        try:
+        with contextlib.ExitStack() as undo:
+            self._engine = Engine(EngineConfig.load(folder / "engine.yaml", overrides(model_config, folder)))
+            undo.callback(self._engine.close, CLOSE_S)
             self._limits = limits_of(self._engine, model_config)
+            self._cancels = CancelWatch()
+            undo.callback(self._cancels.close, CLOSE_S)
             self._publisher = Publisher(self._engine, args["model_name"], args["model_instance_name"])
-        except BaseException:
-            self._engine.close(CLOSE_S)
-            raise
-        self._cancels = CancelWatch()
+            undo.pop_all()
 
     def execute(self, requests: list[Any]) -> None:
         """Hand each request to the engine; its answers leave through its own response sender, later."""
