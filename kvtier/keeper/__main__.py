@@ -16,6 +16,7 @@ from kvtier.cache_directory import CacheDirectory
 from kvtier.errors import KvtierError
 from kvtier.keeper.log_file import LateLog, ShortLog
 from kvtier.keeper.server import Server
+from kvtier.process_limits import raise_descriptor_limit, what_is_short
 
 FIRST_FOREIGN = 3
 LOG_END_S = 1.0
@@ -23,6 +24,7 @@ LOG_END_S = 1.0
 
 def main(path: str, lock: str, linger_s: str) -> int:
     """Serve; the exit status of the process."""
+    raise_descriptor_limit()
     descriptor = int(lock)
     for foreign in [int(name) for name in os.listdir("/proc/self/fd")]:
         if foreign >= FIRST_FOREIGN and foreign != descriptor:
@@ -35,15 +37,23 @@ def main(path: str, lock: str, linger_s: str) -> int:
     gc.disable()  # the books have no cycles, and a collection would walk every record
     target = ShortLog()
     target.setFormatter(logging.Formatter("%(asctime)s %(process)d %(levelname)s %(message)s"))
-    late_log = LateLog(target)
-    logging.basicConfig(level=logging.INFO, handlers=[late_log])
     log = logging.getLogger("kvtier.keeper")
+    try:
+        late_log = LateLog(target)
+    except RuntimeError as error:
+        logging.basicConfig(level=logging.INFO, handlers=[target])
+        log.error("the keeper cannot serve: %s", what_is_short(error) or error)
+        return 1
+    logging.basicConfig(level=logging.INFO, handlers=[late_log])
     try:
         server = Server(CacheDirectory(Path(path), None, descriptor), float(linger_s))
         log.info("the keeper is here")
         server.run()
-    except (KvtierError, OSError) as error:
-        log.error("the keeper cannot serve: %s", error)
+    except (KvtierError, OSError, RuntimeError) as error:
+        short = what_is_short(error)
+        if isinstance(error, RuntimeError) and not short:
+            raise
+        log.error("the keeper cannot serve: %s", short or error)
         return 1
     finally:
         late_log.end(LOG_END_S)

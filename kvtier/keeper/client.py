@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import logging
 import os
 import selectors
@@ -24,6 +25,7 @@ from kvtier.keeper.frames import Frames, WireError, frame
 from kvtier.keeper.seat import Seat
 from kvtier.keeper.spawn import connect, hang_up
 from kvtier.keeper.wire import ENGINE_DECODER, OTHERS, Farewell, Granted, Refused, ToEngine, ToKeeper, Welcome
+from kvtier.process_limits import what_is_short
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +61,10 @@ class KeeperClient:
     """See the module."""
 
     def __init__(self, make_seat: Callable[[], Seat], wake: Callable[[], None], linger_s: float) -> None:
-        """`wake` is called from the line's thread when there is something to take. ShelfError: no seat can be made."""
+        """`wake` is called from the line's thread when there is something to take.
+
+        ShelfError: no seat can be made; OSError, RuntimeError: this process has no more descriptors or threads.
+        """
         self.seat = make_seat()
         self._make_seat = make_seat
         self._wake = wake
@@ -67,14 +72,19 @@ class KeeperClient:
         self._inbox: deque[ToEngine | Seated | Lost] = deque()
         self._outbox: deque[tuple[int, ToKeeper]] = deque()
         self._line = 0
-        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._bell = -1
         self._closing = threading.Event()
         self._farewell = ""
         self._vacated = threading.Event()
         self.refusal = ""
         """Why the last greeting failed."""
         self._thread = threading.Thread(target=self._run, name="kvtier-keeper-line", daemon=True)
-        self._thread.start()
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.seat.close, stuck=False)
+            self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            undo.callback(os.close, self._bell)
+            self._thread.start()
+            undo.pop_all()
 
     @property
     def backlog(self) -> int:
@@ -119,19 +129,24 @@ class KeeperClient:
             try:
                 self._follow()
                 pause_s = 0.0
-            except OSError as error:  # a keeper that is just leaving, or was killed while we greeted it
-                self.refusal, pause_s = str(error), BROKEN_RETRY_S
-            except (WireError, ShelfError) as error:
-                reason = str(error)
-                if reason != self.refusal:
-                    log.warning("no line to the keeper: %s", reason)
-                self.refusal = reason
-                if reason == OTHERS:
-                    self._farewell = reason
+            except (OSError, WireError, ShelfError) as error:
+                reason = what_is_short(error)
+                if isinstance(error, OSError) and not reason:  # a keeper that is leaving, or was killed as we greeted
+                    self.refusal, pause_s = str(error), BROKEN_RETRY_S
+                else:
+                    self._refused(reason or str(error))
             if self._farewell or not self.seat.cache.is_there():
                 self._move()
                 pause_s = 0.0
             self._closing.wait(pause_s)
+
+    def _refused(self, reason: str) -> None:
+        """There is no line, and will not be at once: said when it is news."""
+        if reason != self.refusal:
+            log.warning("no line to the keeper: %s", reason)
+        self.refusal = reason
+        if reason == OTHERS:
+            self._farewell = reason
 
     def _follow(self) -> None:
         """One line, from connecting to its end."""
@@ -178,12 +193,14 @@ class KeeperClient:
         try:
             while time.monotonic() < end and not self._closing.is_set():
                 try:
-                    data, extra, _, _ = link.recvmsg(READ_BYTES, socket.CMSG_SPACE(4 * 4), socket.MSG_CMSG_CLOEXEC)
+                    data, extra, flags, _ = link.recvmsg(READ_BYTES, socket.CMSG_SPACE(4 * 4), socket.MSG_CMSG_CLOEXEC)
                 except TimeoutError:
                     continue
                 for level, kind, payload in extra:
                     if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                         taken += array.array("i", payload[: len(payload) - len(payload) % 4])
+                if flags & socket.MSG_CTRUNC:  # the kernel had no numbers for the descriptors that came
+                    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
                 if not data:
                     raise ConnectionResetError("the keeper has hung up")
                 for message in frames.feed(data):
@@ -206,7 +223,7 @@ class KeeperClient:
         link.setblocking(False)
         frames = Frames(ENGINE_DECODER)
         unsent, watched = memoryview(b""), 0
-        with selectors.DefaultSelector() as selector:
+        with selectors.PollSelector() as selector:  # needs no descriptor
             selector.register(self._bell, selectors.EVENT_READ)
             while True:
                 closing = self._closing.is_set()

@@ -84,7 +84,7 @@ class Connection:
         try:
             if self.owner is None:
                 size = array.array("i", [0] * DESCRIPTORS_MAX)
-                data, extra, _, _ = self.link.recvmsg(
+                data, extra, flags, _ = self.link.recvmsg(
                     READ_BYTES, socket.CMSG_SPACE(len(size) * size.itemsize), socket.MSG_CMSG_CLOEXEC
                 )
                 for level, kind, payload in extra:
@@ -92,6 +92,8 @@ class Connection:
                         got = array.array("i")
                         got.frombytes(payload[: len(payload) - len(payload) % got.itemsize])
                         descriptors += got
+                if flags & socket.MSG_CTRUNC:
+                    raise WireError("more descriptors than there can be, or than the keeper has room for")
             else:
                 data = self.link.recv(READ_BYTES)
             if not data:

@@ -18,6 +18,7 @@ from kvtier.keeper.ledger import Ledger
 from kvtier.keeper.owners import is_locked
 from kvtier.keeper.takeover import Opened
 from kvtier.keeper.wire import DRAM, NVME, TIER_NAMES
+from kvtier.process_limits import what_is_short
 from kvtier.terms import Terms
 from kvtier.tiers.header import RowFormat
 from kvtier.tiers.slab import SLAB_NAME
@@ -47,7 +48,7 @@ class Opening:
         try:
             self.opened = self._work()
         except (KvtierError, OSError, RuntimeError) as error:  # RuntimeError: no more threads
-            self.error, self.unfit = str(error), isinstance(error, ConfigError)
+            self.error, self.unfit = what_is_short(error) or str(error), isinstance(error, ConfigError)
         finally:
             self.ended = True
             self._done()

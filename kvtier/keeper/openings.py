@@ -16,6 +16,7 @@ from kvtier.keeper.house import House
 from kvtier.keeper.kept import KeptLayout, Opening
 from kvtier.keeper.takeover import Handover, Opened, make_dram, open_nvme, take_dram
 from kvtier.keeper.wire import DRAM, NVME
+from kvtier.process_limits import what_is_short
 
 RETRY_S = 5.0
 RECOVERING = "waits for an engine of the keeper before this one"
@@ -87,7 +88,7 @@ class Openings:
         except RuntimeError as error:
             if brought is not None:
                 brought.close()
-            kept.note(tier, str(error))
+            kept.note(tier, what_is_short(error) or str(error))
 
     def _dram_bytes(self) -> int:
         """What all layouts have of DRAM, will have in a moment or have not given back yet."""

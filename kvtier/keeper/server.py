@@ -27,6 +27,7 @@ from kvtier.keeper.owners import open_owners
 from kvtier.keeper.telling import Teller
 from kvtier.keeper.tending import Tender
 from kvtier.keeper.wire import SOCKET_NAME, Farewell, Held, Hello, Join, Operate, Stop, ToKeeper
+from kvtier.process_limits import what_is_short
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +36,6 @@ WATCH_END_S = 1.0
 BACKLOG = 128
 GREETINGS_MAX = 128
 """Connections that have not joined yet."""
-ACCEPT_PAUSE_S = 0.05
 
 
 class Server:
@@ -55,6 +55,8 @@ class Server:
         self._operators = Operators(self._house, lambda: self._tender.linger_s, self._end)
         self._watch = FileWatch(lambda: self._tender.files_are_there(), self._ring)
         self._leaving = ""
+        self._refusing = False
+        """The last connection could not be taken."""
         self._selector.register(self._socket, selectors.EVENT_READ)
         self._selector.register(self._bell, selectors.EVENT_READ)
 
@@ -72,6 +74,7 @@ class Server:
             now = time.monotonic()
             if now >= tick_at:
                 tick_at = now + TICK_S
+                self._accept_again()
                 self._tender.owners(now)
                 self._greeter.tend(now)
                 self._teller.name_reporters()
@@ -97,9 +100,13 @@ class Server:
     def _accept(self) -> None:
         try:
             link, _ = self._socket.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return  # whoever knocked has gone
         except OSError as error:
-            log.warning("no connection can be taken: %s", error.strerror)
-            time.sleep(ACCEPT_PAUSE_S)  # out of descriptors: the selector would say so again at once
+            if not self._refusing:
+                log.warning("no connection can be taken: %s", what_is_short(error) or error.strerror)
+            self._selector.unregister(self._socket)  # or it would say so again at once, and keep everybody waiting
+            self._refusing = True
             return
         _, user, _ = CREDENTIALS.unpack(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
         greetings = sum(not (one.joined or one.operates) for one in self._house.connections.values())
@@ -107,9 +114,15 @@ class Server:
             log.warning("a connection of user %d was refused", user)
             link.close()
             return
+        self._refusing = False
         connection = Connection(link, time.monotonic())
         self._house.connections[link.fileno()] = connection
         self._selector.register(link, selectors.EVENT_READ, connection)
+
+    def _accept_again(self) -> None:
+        """Look whether there is room now for connections that could not be taken."""
+        if self._refusing and self._socket.fileno() not in self._selector.get_map():
+            self._selector.register(self._socket, selectors.EVENT_READ)
 
     def _read(self, connection: Connection) -> None:
         if self._house.connections.get(connection.link.fileno()) is not connection:

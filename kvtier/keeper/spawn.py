@@ -103,8 +103,21 @@ def _try_again(cache: CacheDirectory, lock: int) -> bool:
 
 def _spawn(cache: CacheDirectory, lock: int, linger_s: float) -> None:
     """Run the keeper with the lock; the process that is our child ends at once."""
-    log = _open_log(cache)
     null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        log = _open_log(cache)
+        try:
+            child = _run(cache, lock, linger_s, null, log)
+        finally:
+            os.close(log)
+    finally:
+        os.close(null)
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(child, 0)
+
+
+def _run(cache: CacheDirectory, lock: int, linger_s: float, null: int, log: int) -> int:
+    """The process of the child."""
     arguments = [str(cache.path), str(_LOCK_DESCRIPTOR), str(linger_s)]
     actions = [(os.POSIX_SPAWN_DUP2, null, 0), (os.POSIX_SPAWN_DUP2, log, 1), (os.POSIX_SPAWN_DUP2, log, 2)]
     actions.append((os.POSIX_SPAWN_DUP2, lock, _LOCK_DESCRIPTOR))
@@ -113,14 +126,9 @@ def _spawn(cache: CacheDirectory, lock: int, linger_s: float) -> None:
     variables["PYTHONPATH"] = os.pathsep.join([str(PACKAGE_FOLDER), variables["PYTHONPATH"]])
     try:
         command = [program, "-m", "kvtier.keeper", *arguments]
-        child = os.posix_spawn(program, command, variables, file_actions=actions, setsid=True)
+        return os.posix_spawn(program, command, variables, file_actions=actions, setsid=True)
     except OSError as error:
         raise ShelfError(f"the keeper cannot be started: {error.strerror}") from None
-    finally:
-        os.close(null)
-        os.close(log)
-    with contextlib.suppress(ChildProcessError):
-        os.waitpid(child, 0)
 
 
 def interpreter() -> str:

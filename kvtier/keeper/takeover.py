@@ -155,6 +155,8 @@ def open_nvme(
             records = _agreed(slab, form, entries, found.records)
         else:
             table = SlotTable.make(slot_count)
+            undo.callback(os.close, table.descriptor)
+            undo.callback(table.close)
         seen = [record.generation for record in found.records] + [entry.generation for entry in entries]
         floor = max([found.generation, *seen]) + GENERATION_GAP
         journal = Journal(folder, shape, slab.descriptor, records, floor, spent=found.spent)
