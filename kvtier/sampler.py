@@ -175,9 +175,15 @@ class Sampler:
 
 def _best(logits: torch.Tensor) -> list[int | None]:
     """Argmax of each row, by one hand-over to Python; None if the largest is not finite."""
-    values, indices = logits.max(dim=-1)
-    tokens: list[int] = torch.where(values.isfinite(), indices, -1).tolist()
-    return [None if token < 0 else token for token in tokens]
+    if logits.device.type == "cpu":  # numpy's takes a tenth of the time of torch's
+        rows = logits.numpy()
+        places = rows.argmax(-1)
+        values = rows[np.arange(len(rows)), places]
+        found: list[int] = np.where(np.isfinite(values), places, -1).tolist()
+    else:
+        largest, indices = logits.max(dim=-1)
+        found = torch.where(largest.isfinite(), indices, -1).tolist()
+    return [None if token < 0 else token for token in found]
 
 
 @np.errstate(over="ignore")  # penalties are clipped, and a hopeless token's distance to the best may become -inf
