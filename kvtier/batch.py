@@ -39,22 +39,20 @@ class PassBatch:
 def build_batch(parts: Parts[ScheduledSequence], block_tokens: int) -> PassBatch:
     """Flatten the parts of a pass, sequence after sequence."""
     counts = np.array([part.count for part in parts], np.int32)
+    firsts = np.array([part.start for part in parts], np.int64)
     starts = np.zeros(len(parts) + 1, np.int32)
     np.cumsum(counts, out=starts[1:])
-    token_total = int(starts[-1])
-    token_ids = np.empty(token_total, np.int64)
-    positions = np.empty(token_total, np.int64)
-    rows = np.empty(token_total, np.int64)
-    lengths = np.array([part.start + part.count for part in parts], np.int32)
     tables = np.zeros((len(parts), max(len(part.sequence.table) for part in parts)), np.int64)
+    ids: list[int] = []
     for index, part in enumerate(parts):
-        at, end = int(starts[index]), int(starts[index + 1])
         addresses = part.sequence.table.addresses
         tables[index, : len(addresses)] = addresses
-        token_ids[at:end] = part.sequence.tokens[part.start : part.start + part.count]
-        positions[at:end] = np.arange(part.start, part.start + part.count)
-        rows[at:end] = addresses[positions[at:end] // block_tokens]
-    samples = [int(starts[index + 1]) - 1 for index, part in enumerate(parts) if part.samples]
+        ids += part.sequence.tokens[part.start : part.start + part.count]
+    token_ids = np.array(ids, np.int64)
+    positions = np.arange(len(ids)) + np.repeat(firsts - starts[:-1], counts)
+    blocks, offsets = np.divmod(positions, block_tokens)
+    rows = tables[np.repeat(np.arange(len(parts)), counts), blocks]
+    samples = [end - 1 for end, part in zip(starts[1:].tolist(), parts, strict=True) if part.samples]
     return PassBatch(
         torch.from_numpy(token_ids),
         torch.from_numpy(positions),
@@ -62,8 +60,8 @@ def build_batch(parts: Parts[ScheduledSequence], block_tokens: int) -> PassBatch
         AttentionBatch(
             tables=torch.from_numpy(tables),
             query_starts=torch.from_numpy(starts),
-            lengths=torch.from_numpy(lengths),
+            lengths=torch.from_numpy((firsts + counts).astype(np.int32)),
             append_rows=torch.from_numpy(rows),
-            append_offsets=torch.from_numpy((positions % block_tokens).astype(np.int32)),
+            append_offsets=torch.from_numpy(offsets.astype(np.int32)),
         ),
     )
