@@ -154,7 +154,7 @@ class Decoder:
         """What `end` looks at and what it returns, without a look: bool [token], whether it is usable, and logits."""
         assert hidden.layer == len(self._layers), hidden.layer
         finite = torch.isfinite(hidden.residual).all(-1) & torch.isfinite(hidden.reach)
-        logits = self._ops.linear(hidden.normed.index_select(0, logits_rows), self._weights.head, None).float()
+        logits = self._ops.wide_linear(hidden.normed.index_select(0, logits_rows), self._weights.head)
         logits[:, self.vocab_limit :] = -torch.inf
         return finite, logits
 

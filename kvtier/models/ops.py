@@ -62,6 +62,9 @@ class Ops(Protocol):
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x `[token, in]` times the transpose of weight `[out, in]`, then plus bias `[out]`; all of one dtype."""
 
+    def wide_linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """What `linear` gives without a bias, as fp32."""
+
 
 def make_ops(backend: AttentionBackend) -> Ops:
     """The small operations that go with an attention backend: a native one lends its kernels and threads."""
@@ -111,6 +114,9 @@ class TorchOps:
         else:
             out = F.linear(x, weight)
         return out if bias is None else out.add_(bias)
+
+    def wide_linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return self.linear(x, weight, None).float()
 
 
 class NativeOps:
@@ -181,6 +187,14 @@ class NativeOps:
             *(x.data_ptr(), x.stride(0), weight.data_ptr(), 0 if bias is None else bias.data_ptr()),
             *(out.data_ptr(), x.shape[0], x.shape[1], weight.shape[0]),
         )
+        return out
+
+    def wide_linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        product = self.linear(x, weight, None)
+        if product.dtype == torch.float32:
+            return product
+        out = torch.empty(product.shape)
+        self.kernels.widen(self._types[product.dtype], product.data_ptr(), out.data_ptr(), *product.shape)
         return out
 
     def _takes_few(self, x: torch.Tensor, weight: torch.Tensor) -> bool:

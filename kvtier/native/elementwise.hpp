@@ -1,4 +1,4 @@
-// Row by row: rmsnorm, rotary embedding, gated activation, bias. Included by isa_*.cpp after tile.hpp.
+// Row by row: rmsnorm, rotary embedding, gated activation, bias, conversion. Included by isa_*.cpp after tile.hpp.
 //
 // A row is converted to fp32, computed and stored in an order that depends on its width alone.
 #pragma once
@@ -117,6 +117,17 @@ void add_bias(Pool& pool, const BiasArguments& arguments) {
             for_vectors(arguments.dim, [&](long j, int count) {
                 Simd::store(x + j, Simd::add(Simd::load(x + j, count), Simd::load(bias + j, count)), count);
             });
+        });
+    };
+    for_rows(pool, arguments.rows, arguments.dim, 16, row);
+}
+
+void widen(Pool& pool, const WidenArguments& arguments) {
+    const auto row = [&](long i, float*) {
+        with_type(arguments.type, const_cast<void*>(arguments.x), [&](const auto* x) {
+            x += i * arguments.dim;
+            float* out = arguments.out + i * arguments.dim;
+            for_vectors(arguments.dim, [&](long j, int count) { Simd::store(out + j, Simd::load(x + j, count), count); });
         });
     };
     for_rows(pool, arguments.rows, arguments.dim, 16, row);

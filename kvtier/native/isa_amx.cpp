@@ -11,7 +11,8 @@ namespace kvtier {
 const KernelTable* amx_kernels() {
     if (!__builtin_cpu_supports("avx512bf16")) return nullptr;
     static const KernelTable table{"amx", UnitTask::TILE_QUERY_ROWS, attend, avx512_kernels()->norm, avx512_kernels()->rope,
-                                   avx512_kernels()->silu_mul, avx512_kernels()->add_bias, avx512_kernels()->linear};
+                                   avx512_kernels()->silu_mul, avx512_kernels()->add_bias, avx512_kernels()->widen,
+                                   avx512_kernels()->linear};
     return &table;
 }
 

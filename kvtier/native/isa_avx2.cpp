@@ -11,7 +11,7 @@ namespace kvtier {
 
 const KernelTable* avx2_kernels() {  // a CPU with these two also converts fp16
     if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return nullptr;
-    static constexpr KernelTable table{"avx2", CONVERTED_ROWS, attend, norm, rope, silu_mul, add_bias, linear};
+    static constexpr KernelTable table{"avx2", CONVERTED_ROWS, attend, norm, rope, silu_mul, add_bias, widen, linear};
     return &table;
 }
 

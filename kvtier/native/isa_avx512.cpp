@@ -14,7 +14,7 @@ const KernelTable* avx512_kernels() {
         !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq")) {
         return nullptr;
     }
-    static constexpr KernelTable table{"avx512", CONVERTED_ROWS, attend, norm, rope, silu_mul, add_bias, linear};
+    static constexpr KernelTable table{"avx512", CONVERTED_ROWS, attend, norm, rope, silu_mul, add_bias, widen, linear};
     return &table;
 }
 

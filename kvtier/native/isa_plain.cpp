@@ -10,7 +10,7 @@
 namespace kvtier {
 
 const KernelTable* plain_kernels() {
-    static constexpr KernelTable table{"plain", CONVERTED_ROWS, attend, norm, rope, silu_mul, add_bias, linear};
+    static constexpr KernelTable table{"plain", CONVERTED_ROWS, attend, norm, rope, silu_mul, add_bias, widen, linear};
     return &table;
 }
 

@@ -46,6 +46,7 @@ class KernelSet {
     void rope(const RopeArguments& arguments) { table_.rope(pool_, arguments); }
     void silu_mul(const SiluArguments& arguments) { table_.silu_mul(pool_, arguments); }
     void add_bias(const BiasArguments& arguments) { table_.add_bias(pool_, arguments); }
+    void widen(const WidenArguments& arguments) { table_.widen(pool_, arguments); }
     void multiply(const LinearArguments& arguments) { table_.linear(pool_, arguments); }
     // Throws std::invalid_argument for other than 1 to few_rows_max() rows and for what takes_few() refuses.
     void multiply_few(const FewRowsProduct& product);

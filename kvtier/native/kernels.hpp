@@ -124,6 +124,14 @@ struct BiasArguments {
     std::int64_t rows, dim;
 };
 
+// out [row, dim] = x [row, dim] as fp32.
+struct WidenArguments {
+    Type type;
+    const void* x;
+    float* out;
+    std::int64_t rows, dim;
+};
+
 // out [token, out_dim] = x [token, in_dim] times the transpose of weight [out_dim, in_dim], plus bias or null; fp32.
 struct LinearArguments {
     const float* x;
@@ -141,6 +149,7 @@ struct KernelTable {
     void (*rope)(Pool&, const RopeArguments&);
     void (*silu_mul)(Pool&, const SiluArguments&);
     void (*add_bias)(Pool&, const BiasArguments&);
+    void (*widen)(Pool&, const WidenArguments&);
     void (*linear)(Pool&, const LinearArguments&);
 };
 

@@ -78,6 +78,10 @@ class Kernels : public KernelSet {
         KernelSet::silu_mul({type, at<void>(gate_up), at<void>(out), tokens, inter, token_stride});
     }
 
+    void widen(Type type, Address x, Address out, std::int64_t rows, std::int64_t dim) {
+        KernelSet::widen({type, at<void>(x), at<float>(out), rows, dim});
+    }
+
     void linear(Address x, std::int64_t x_stride, Address weight, Address bias, Address out, std::int64_t tokens,
                 std::int64_t in_dim, std::int64_t out_dim) {
         multiply({at<float>(x), at<float>(weight), at<float>(bias), at<float>(out), tokens, in_dim, out_dim, x_stride});
@@ -156,6 +160,7 @@ NB_MODULE(_native, module) {
              "head_stride"_a, "cos"_a, "sin"_a)
         .def("silu_mul", &Kernels::silu_mul, no_gil, "type"_a, "gate_up"_a, "token_stride"_a, "out"_a, "tokens"_a,
              "inter"_a)
+        .def("widen", &Kernels::widen, no_gil, "type"_a, "x"_a, "out"_a, "rows"_a, "dim"_a)
         .def("linear", &Kernels::linear, no_gil, "x"_a, "x_stride"_a, "weight"_a, "bias"_a, "out"_a, "tokens"_a,
              "in_dim"_a, "out_dim"_a)
         .def("linear_few", &Kernels::linear_few, no_gil, "x"_a, "x_stride"_a, "weight"_a, "out"_a, "rows"_a, "in_dim"_a,

@@ -31,7 +31,7 @@ from bench.engine_run import EngineDecode, open_engine  # noqa: E402
 from bench.workload import Settings, Workload  # noqa: E402
 from kvtier import Engine  # noqa: E402
 
-KERNELS = ("append", "attend", "rmsnorm", "add_rmsnorm", "rope", "silu_mul", "linear", "linear_few")
+KERNELS = ("append", "attend", "rmsnorm", "add_rmsnorm", "rope", "silu_mul", "linear", "linear_few", "widen")
 
 
 class Watch:

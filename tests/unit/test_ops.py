@@ -133,6 +133,19 @@ def test_linear(make: MakeOps, dtype: torch.dtype, inner: int, outer: int) -> No
         assert bool(((found.double() - expected - added.double()).abs() <= slack).all())
 
 
+@pytest.mark.parametrize("dtype", EPSILON)
+@pytest.mark.parametrize("outer", [5, 72, 3000])
+def test_wide_linear_is_the_product_as_it_is_rounded(make: MakeOps, dtype: torch.dtype, outer: int) -> None:
+    ops, weight = make(2), normal(outer, 96, dtype=dtype)
+    weight[outer // 2, 3] = torch.inf
+    weight[0, 0] = torch.nan
+    for rows in (0, 1, 7, 70):
+        x = normal(rows, 96, dtype=dtype)
+        found = ops.wide_linear(x, weight)
+        assert found.dtype == torch.float32 and found.shape == (rows, outer)
+        torch.testing.assert_close(found, ops.linear(x, weight, None).float(), rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("dim", [64, 100, 1536])
 def test_bits_of_a_row_do_not_depend_on_the_others_or_on_threads(make: MakeOps, dim: int) -> None:
     x, residual, weight, angles = normal(300, dim), normal(300, dim, seed=1), normal(dim), normal(300, dim // 2)
