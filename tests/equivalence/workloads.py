@@ -20,6 +20,7 @@ from kvtier.engine import RequestOptions
 from kvtier.request import TokenEvent
 from kvtier.runner import RestingPass
 from kvtier.sequence import ScheduledSequence
+from kvtier.session import session_of
 
 Key = tuple[int, int]
 """(number of the request, index of the output token)."""
@@ -27,7 +28,7 @@ Key = tuple[int, int]
 
 @dataclass(frozen=True)
 class Ask:
-    """One request; it is cancelled after `cancel_after` events if that is not None."""
+    """One request; it is cancelled after `cancel_after` tokens if that is not None."""
 
     prompt: list[int]
     params: SamplingParams
@@ -149,6 +150,7 @@ def run_workload(config: EngineConfig, rounds: list[Round], device: Device | Non
     with Engine(config, device=device) as engine:
         recorder = Recorder(engine)
         check_each_step(engine)
+        end_none_unheard(engine)
         tokens: list[list[int]] = []
         cancelled: set[int] = set()
         origin = dict.fromkeys(("hbm", "dram", "nvme", "computed"), 0)
@@ -182,7 +184,6 @@ class Collector:
         self.token_ids: list[int] = []
         self._ready = threading.Event()
         self._done = threading.Event()
-        self._events = 0
         self._now = now
         self.submitted_at = now()
         self.ended_at = self.submitted_at
@@ -191,13 +192,12 @@ class Collector:
 
     def _take(self, event: TokenEvent) -> None:
         self._ready.wait()
-        self._events += 1
         self.token_ids.extend(event.token_ids)
         if event.finish_reason is not None:
             self._last = event
             self.ended_at = self._now()
             self._done.set()
-        elif self.ask.cancel_after is not None and self._events >= self.ask.cancel_after:
+        elif self.ask.cancel_after is not None and len(self.token_ids) >= self.ask.cancel_after:
             self._handle.cancel()
 
     def wait(self) -> TokenEvent:
@@ -213,6 +213,21 @@ def check_each_step(engine: Engine) -> None:
     def step() -> None:
         inner()
         engine._scheduler.check()
+
+    engine._loop._step = step  # type: ignore[method-assign]
+
+
+def end_none_unheard(engine: Engine) -> None:
+    """From now on no request gets its last token before it has been told of all others, which may make it cancel."""
+    inner = engine._loop._step
+
+    def step() -> None:
+        end = time.monotonic() + 60
+        for sequence in list(engine._loop._live.values()):
+            while sequence.output_count >= sequence.output_max - 1 and session_of(sequence).mailbox._events:
+                assert time.monotonic() < end, "nobody is told"
+                time.sleep(0.0002)
+        inner()
 
     engine._loop._step = step  # type: ignore[method-assign]
 
