@@ -110,6 +110,7 @@ def main() -> None:
                 answer = [done.token_ids, done.origin]
             elif name == "settle":
                 engine.evict("hbm")
+                wait_for(lambda: (now := engine.stats())["waiting_writes"] == now["writing_blocks"] == 0)
                 answer = engine.stats()
             elif name == "known":
                 wait_for(lambda: knows_shelves(engine, "dram", "nvme"))
