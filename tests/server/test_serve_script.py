@@ -137,7 +137,7 @@ def test_a_killed_model_process_comes_back_and_sigterm_lets_a_stream_finish(serv
         lost = client.infer(LONG, timeout_s=120)
         next(lost)
         stub.kill()
-        served.wait_for("model smollm2: its model process died; reloaded")
+        served.wait_for("; reloaded in ")  # at once, or on a crowded machine by the second try
         lost.close()
     assert answers(served, SHORT) == before
     assert [process.pid for process in model_processes(prefix)] != [stub.pid]
@@ -152,7 +152,7 @@ def test_a_killed_model_process_comes_back_and_sigterm_lets_a_stream_finish(serv
     assert served.process.wait(120) == 0, "it waited for the answer that was lost"
     assert model_processes(prefix) == []
     assert list(SHARED_MEMORY.glob(f"{prefix}*")) == []
-    assert "its model process died" in "".join(served.lines())
+    assert "model smollm2: its model process died" in "".join(served.lines())
     assert sum("reloaded" in line for line in served.lines()) == 1
 
 
@@ -178,8 +178,8 @@ def test_an_engine_that_failed_answers_unavailable_and_is_reloaded(serve: StartS
             with pytest.raises(ServerError) as refused:
                 list(client.infer(SHORT, timeout_s=120))
     assert refused.value.status == "UNAVAILABLE"
-    served.wait_for("kvtier_engine_up is 0; reloaded")
-    assert answers(served, SHORT) == before
+    served.wait_for("; reloaded in ")
+    assert "model smollm2: kvtier_engine_up is 0" in "".join(served.lines()) and answers(served, SHORT) == before
     ups = parse_metrics(served.control.metrics())["kvtier_engine_up"]
     assert [value for text, value in ups.items() if label(text, "model") == MODEL] == [1]
     served.process.send_signal(signal.SIGINT)
