@@ -83,7 +83,7 @@ class Gate:
         self._permits.release()
 
 
-LEAVE_S = 10.0
+LEAVE_S = 60.0
 """For keepers to leave: more than the linger of tests in which something is to be found after it."""
 PATIENCE_S = 30.0
 """What engines may wait for a read at least (`cost.WAIT_MIN_S`) where a test asks what is found, not how soon."""

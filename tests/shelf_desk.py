@@ -78,7 +78,7 @@ class SharingEngine:
     def close(self) -> None:
         """Leave."""
         for user in self.users.values():
-            user.shelf.close(5.0)
+            user.shelf.close(60.0)
         self.shared.close()
 
 

@@ -36,7 +36,7 @@ def move(path: Path, calls: SystemCalls | None = None) -> Ends:
             (result,) = results
             right = operation is Operation.READ and bytes(row) == bytes([page + 1]) * (2 * PAGE)
             ends.append((operation.value, result.moved_bytes, result.error_number or 0, right))
-    assert engine.close(5.0) == 0
+    assert engine.close(60.0) == 0
     os.close(descriptor)
     return ends
 
@@ -49,7 +49,7 @@ def shelve(path: Path) -> dict[str, int]:
     hits = user.hits(hashes)
     user.shelf.check()
     stats = user.shelf.stats() | {"hits": hits}
-    user.shelf.close(10.0)
+    user.shelf.close(60.0)
     return stats
 
 

@@ -145,7 +145,7 @@ def test_a_stopped_keeper_is_missed_by_nobody_and_goes_on(start: Start) -> None:
 
 def test_a_killed_engine_gives_its_reservations_rows_and_leases_back(start: Start) -> None:
     a, b = start(12, 12 * 16384 + 100_000), start()
-    assert b("write", "dram", 1, 0, 6, 20) == 6 and a("known", "dram", 1, 0, 6, 10) == 6
+    assert b("write", "dram", 1, 0, 6, 60) == 6 and a("known", "dram", 1, 0, 6, 60) == 6
     assert a("lease", "dram", 1, 0, 3) == 3 and a("reserve", "dram", 1) == 1
     assert a("ask", "dram", 3, 3, 60) == 3 and a("write_into", "dram", 4, 0, 1) == 1 and a("leased", "dram") == 4
     assert b("write", "dram", 2, 0, 1, 60) == 1, "nobody else waits"
@@ -196,7 +196,7 @@ def take_descriptor(process: int, number: int) -> int:
 
 def test_leases_and_asked_rows_outlive_the_keeper_and_guard_their_rows_under_the_next(start: Start) -> None:
     a, b = start(8), start()
-    assert a("write", "dram", 1, 0, 2, 20) == 2 and a("lease", "dram", 1, 0, 2) == 2
+    assert a("write", "dram", 1, 0, 2, 60) == 2 and a("lease", "dram", 1, 0, 2) == 2
     assert a("ask", "dram", 2, 2, 60) == 2
     before = a("keeper")
     kill_keeper(a)
@@ -269,7 +269,7 @@ def test_files_are_private_whatever_the_umask(start: Start, tmp_path: Path) -> N
         a = start()
     finally:
         os.umask(before)
-    assert a("write", "nvme", 1, 0, 5, 20) == 5
+    assert a("write", "nvme", 1, 0, 5, 60) == 5
     for folder, folders, files in os.walk(tmp_path / "cache"):
         for name in folders:
             assert os.stat(os.path.join(folder, name)).st_mode & 0o777 == 0o700

@@ -39,7 +39,7 @@ def faulty(tmp_path: Path) -> Iterator[tuple[ShelfUser, FaultyCalls]]:
     yield user, calls
     calls.inject([])
     calls.release()
-    user.shelf.close(10.0)
+    user.shelf.close(60.0)
 
 
 def later(calls: FaultyCalls, call: Call, effect: Effect, value: float = 0, sticky: bool = True) -> None:
@@ -59,7 +59,7 @@ def test_a_rebuild_believes_no_header_in_the_wrong_place(tmp_path: Path) -> None
     user.shelf.drop(user.shelf.find(HASHES[:20]), "evicted")
     user.write(HASHES[20:])
     records = [record for block_hash in HASHES[20:] for record in user.shelf.find([block_hash])]
-    user.shelf.close(10.0)
+    user.shelf.close(60.0)
     misdirected = [record for record in records if record.slot not in old][:5]
     for record, slot in zip(misdirected, old, strict=False):
         slab.put(record.slot, old[slot])
@@ -68,7 +68,7 @@ def test_a_rebuild_believes_no_header_in_the_wrong_place(tmp_path: Path) -> None
     again.shelf.check()
     assert len(misdirected) == 5 and again.hits(HASHES[20:]) == 25 and again.hits(HASHES[:20]) == 0
     assert again.shelf.stats()["bad_row"] == 0
-    again.shelf.close(10.0)
+    again.shelf.close(60.0)
 
 
 def test_a_truncated_slab_gives_short_reads_and_opens_whole_again(
@@ -83,12 +83,12 @@ def test_a_truncated_slab_gives_short_reads_and_opens_whole_again(
     done = outcomes(user.read(records))
     assert sorted(done.count(outcome) for outcome in (ShelfOutcome.DONE, ShelfOutcome.SHORT_READ)) == [10, 10]
     assert user.shelf.stats()["short_read"] == 10
-    user.shelf.close(10.0)
+    user.shelf.close(60.0)
     again = nvme_user(tmp_path / "cache")
     assert again.hits(HASHES[:20]) == 10
     again.write(HASHES[20:40])
     assert again.hits(HASHES[:40]) == 30
-    again.shelf.close(10.0)
+    again.shelf.close(60.0)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -113,11 +113,11 @@ def test_random_faults_cost_rows_and_never_truth(tmp_path: Path, seed: int) -> N
             hits += user.hits(picked)
         user.shelf.check()
         if chance.random() < 0.1:
-            user.shelf.close(10.0)
+            user.shelf.close(60.0)
             user = None
     assert hits > 10
     if user is not None:
-        user.shelf.close(10.0)
+        user.shelf.close(60.0)
 
 
 def test_io_errors_leave_the_record_open_the_breaker_and_a_probe_closes_it(
@@ -256,7 +256,7 @@ def test_a_process_with_reads_writes_and_journal_hung_ends_within_five_seconds_a
             assert process.wait(60) == 0 and clock.seconds < 5
     user = nvme_user(tmp_path / "cache", wait_s=60.0)
     assert user.hits(HASHES[:20]) == 20
-    user.shelf.close(10.0)
+    user.shelf.close(60.0)
 
 
 def test_a_killed_process_leaves_a_warm_shelf_without_a_wrong_row(tmp_path: Path) -> None:
@@ -280,14 +280,14 @@ def test_a_killed_process_leaves_a_warm_shelf_without_a_wrong_row(tmp_path: Path
         found += user.hits(published)
         assert user.shelf.stats()["bad_row"] == 0
         user.shelf.check()
-        user.shelf.close(10.0)
+        user.shelf.close(60.0)
     assert told > 50 and found >= 0.95 * told, (found, told)
 
 
 def test_the_journal_broken_anyhow_costs_warmth_at_most(tmp_path: Path) -> None:
     user = nvme_user(tmp_path / "cache")
     user.write(HASHES[:20])
-    user.shelf.close(10.0)
+    user.shelf.close(60.0)
     path = tmp_path / "cache" / layout_name(LAYOUT) / "journal"
     whole = path.read_bytes()
     chance = random.Random(8)
@@ -301,7 +301,7 @@ def test_the_journal_broken_anyhow_costs_warmth_at_most(tmp_path: Path) -> None:
         assert user.shelf.stats()["bad_row"] == 0
         user.write(HASHES[:20])
         assert user.hits(HASHES[:20]) == 20 >= hits
-        user.shelf.close(10.0)
+        user.shelf.close(60.0)
         whole = path.read_bytes()
 
 
@@ -332,7 +332,7 @@ def test_a_full_disk_is_refused_with_sums_and_used_once_there_is_room(small_disk
     user = nvme_user(cache)
     user.write(HASHES[:20])
     assert user.hits(HASHES[:20]) == 20
-    user.shelf.close(10.0)
+    user.shelf.close(60.0)
 
 
 def wait_for_text(caplog: pytest.LogCaptureFixture, text: str) -> None:
@@ -356,9 +356,9 @@ def test_a_journal_that_finds_its_disk_full_goes_on_once_others_have_freed_space
     (small_disk / "hog").unlink()
     wait_for_text(caplog, "journal is written again")
     shutil.copytree(small_disk / "cache", small_disk / "copy")  # as a kill would leave it
-    user.shelf.close(10.0)
+    user.shelf.close(60.0)
     for cache in ("copy", "cache"):
         again = nvme_user(small_disk / cache, budget_bytes=NVME_BYTES)
         assert again.hits(HASHES) == 50, cache
-        again.shelf.close(10.0)
+        again.shelf.close(60.0)
         shutil.rmtree(small_disk / cache)

@@ -73,7 +73,7 @@ def test_rows_that_are_replaced_while_they_are_verified_are_not_bad(tmp_path: Pa
         thread.join()
     assert written >= 80 and sum(report["good"] for report in reports) > 0
     assert not any(report["bad"] for report in reports)
-    occupied.shelf.close(5.0)
+    occupied.shelf.close(60.0)
 
 
 def test_stop_says_who_is_there_and_then_the_keeper_goes(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_stop_says_who_is_there_and_then_the_keeper_goes(tmp_path: Path) -> None
     hashes = block_hashes(10)
     engine.write("dram", hashes)
     before = engine.shared.seat.keeper_process
-    report: Any = shelf_json("stop", engine.path, "--now")
+    report: Any = shelf_json("stop", engine.path, "--now", "--wait", 60)
     assert report == {"keeper": before, "gone": True, "owners": []}
     link, seat = engine.shared.link, engine.shared.seat
     engine.wait_for("dram", lambda: link.line is not None and seat.keeper_process != before)
@@ -91,7 +91,7 @@ def test_stop_says_who_is_there_and_then_the_keeper_goes(tmp_path: Path) -> None
     assert f"process {os.getpid()}" in shelf("stop", engine.path).stdout
     after = engine.shared.seat.keeper_process
     engine.close()
-    assert shelf("stop", engine.path).exit_code == 0
+    assert shelf("stop", engine.path, "--wait", 60).exit_code == 0
     assert not os.path.exists(f"/proc/{after}") or not (engine.path / "keeper.sock").exists()
     assert "there is no keeper" in shelf("stop", engine.path).stdout
 
@@ -118,7 +118,7 @@ def test_who_warms_a_shelf_never_reports_for_its_engines(tmp_path: Path) -> None
 
 def test_an_operator_does_not_keep_a_keeper_from_leaving(tmp_path: Path) -> None:
     alone = SharingEngine(tmp_path / "cache", linger_s=60.0)
-    line = call_keeper(alone.shared.seat.cache.top, 20.0)
+    line = call_keeper(alone.shared.seat.cache.top, 60.0)
     assert line is not None
     pid = line.pid
     ask_to_stop(alone.shared.seat.cache.top)

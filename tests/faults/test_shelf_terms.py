@@ -153,7 +153,7 @@ def _runs(process: int) -> bool:
 
 def _end(shelf: Shelf) -> None:
     shelf.check()
-    shelf.close(10.0)
+    shelf.close(60.0)
 
 
 @pytest.fixture(params=["alone", "shared"])
@@ -358,7 +358,7 @@ def test_rows_and_a_journal_of_an_older_version_are_not_ours(
         user = nvme_user(tmp_path / "cache")
         user.write(HASHES[:4])
         assert user.hits(HASHES[:4]) == 4
-        user.shelf.close(10.0)
+        user.shelf.close(60.0)
     with caplog.at_level(logging.WARNING):
         user = nvme_user(tmp_path / "cache")
     assert user.hits(HASHES[:4]) == 0
@@ -366,4 +366,4 @@ def test_rows_and_a_journal_of_an_older_version_are_not_ours(
     assert said == ["NVMe journal is foreign: 0 blocks found again from row headers"]
     user.write(HASHES[:4])
     assert user.hits(HASHES[:4]) == 4
-    user.shelf.close(10.0)
+    user.shelf.close(60.0)

@@ -315,4 +315,4 @@ def test_the_same_holds_with_real_threads_and_a_journal(seed: int, tmp_path: Pat
     oracle.check()
     assert min(oracle.hits[tier] for tier in Tier) > 0, oracle.hits
     assert calls.count(Call.READ) > 100 and store.available_count == HBM
-    store.close(5.0)
+    store.close(60.0)

@@ -142,7 +142,7 @@ def _judge(crew: Crew) -> None:
             engine("hits", tier, SCRIPT_SEED, 0, 5)
     for tier in BOTH:
         crew.engines[0]("write", tier, AFTER_SEED, 0, 4, 30)
-        assert crew.engines[1]("known", tier, AFTER_SEED, 0, 4, 30) == 4
+        assert crew.engines[1]("known", tier, AFTER_SEED, 0, 4, 60) == 4
         assert crew.engines[1]("hits", tier, AFTER_SEED, 0, 4) == 4
     crew.check()
     crew.engines[0]("settled", "dram", 0.3)  # the keeper has seen its first engine, so that the linger counts

@@ -37,7 +37,7 @@ def crowd(count: int, seed: int, scratch: Path) -> Numbers:
                 refused(last, f"{OWNERS_MAX} engines")
                 lives += crew.end_lives(LIFE_SEED + seed + 10 * turn)
                 for tier in BOTH:
-                    assert more[-1]("known", tier, PRELUDE_SEED, 0, PRELUDE, 30) == PRELUDE
+                    assert more[-1]("known", tier, PRELUDE_SEED, 0, PRELUDE, 60) == PRELUDE
                     assert more[-1]("hits", tier, PRELUDE_SEED, 0, PRELUDE) == PRELUDE, more[-1]("stats", tier)
         crew.check()
         crew.settle()
@@ -61,7 +61,7 @@ def forked(count: int, seed: int, scratch: Path) -> Numbers:
                 lives += crew.end_lives(LIFE_SEED + seed + 10 * turn, but=victim)
                 crew.add(0)
                 for tier in BOTH:
-                    assert crew.engines[0]("known", tier, PRELUDE_SEED, 0, PRELUDE, 30) == PRELUDE
+                    assert crew.engines[0]("known", tier, PRELUDE_SEED, 0, PRELUDE, 60) == PRELUDE
                     assert crew.engines[0]("hits", tier, PRELUDE_SEED, 0, PRELUDE) == PRELUDE
             finally:
                 os.kill(child, signal.SIGKILL)

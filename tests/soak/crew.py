@@ -112,7 +112,7 @@ class Crew:
             self.engines[0]("write", tier, seed, 0, count, 30)
             self.published[tier].append((seed, count))
             for engine in self.engines:
-                assert engine("known", tier, seed, 0, count, 30) == count
+                assert engine("known", tier, seed, 0, count, 60) == count
 
     def start_lives(self, seed: int, blocks_max: int, wait_s: float, but: Worker | None = None) -> None:
         """Let all engines but one live for a while."""

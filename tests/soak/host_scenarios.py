@@ -105,12 +105,12 @@ def disk_full(count: int, seed: int, scratch: Path) -> Numbers:
                 engine = nursery.engine(disk / f"refused{turn}", linger_s=0.1)
                 assert engine("open", OPEN_S, 1) == ["dram"], "there was no room for a slab"
                 assert "tiers.nvme.bytes: the slab needs" in engine("refusal")
-                assert engine("write", "dram", seed, 0, 5, 30) == 5 and engine("hits", "dram", seed, 0, 5) == 5
+                assert engine("write", "dram", seed, 0, 5, 60) == 5 and engine("hits", "dram", seed, 0, 5) == 5
                 filler.unlink()
                 begun = time.monotonic()
                 assert engine("anew", NOTICED_S, 2) == list(BOTH), "freed space is not noticed"
                 noticed_s = max(noticed_s, time.monotonic() - begun)
-                assert engine("write", "nvme", seed, 0, 5, 30) == 5 and engine("hits", "nvme", seed, 0, 5) == 5
+                assert engine("write", "nvme", seed, 0, 5, 60) == 5 and engine("hits", "nvme", seed, 0, 5) == 5
                 keeper = engine("keeper")
                 engine.close()
                 kill(keeper)
@@ -143,8 +143,8 @@ def pid_namespaces(count: int, seed: int, scratch: Path) -> Numbers:
             assert first("open", OPEN_S, 2) == list(BOTH) == second("open", OPEN_S)
             assert first("owner") != second("owner")
             for tier in BOTH:
-                assert first("write", tier, seed, 0, PRELUDE, 30) == PRELUDE
-                assert second("known", tier, seed, 0, PRELUDE, 30) == PRELUDE
+                assert first("write", tier, seed, 0, PRELUDE, 60) == PRELUDE
+                assert second("known", tier, seed, 0, PRELUDE, 60) == PRELUDE
             known = [[tier, seed, PRELUDE] for tier in BOTH]
             for place, engine in enumerate((first, second)):
                 engine.start("live", LIFE_SEED + place, 8, 1.5, known)

@@ -62,7 +62,7 @@ def keeper_killed(count: int, seed: int, scratch: Path) -> Numbers:
             a = crew.add(None if turn == 0 else 2, faulty=True)
             block_seed = HELD_SEED + turn
             c("write", "dram", block_seed, 0, 3, 30)
-            assert b("known", "dram", block_seed, 0, 3, 30) == 3 and b("lease", "dram", block_seed, 0, 3) == 3
+            assert b("known", "dram", block_seed, 0, 3, 60) == 3 and b("lease", "dram", block_seed, 0, 3) == 3
             a("hang", "write")
             assert a("begin", "dram", block_seed, 3, 1) == 1
             keeper = crew.keeper
@@ -76,7 +76,7 @@ def keeper_killed(count: int, seed: int, scratch: Path) -> Numbers:
             a.answer()
             a("hang", "")
             crew.join(keeper)
-            assert a("known", "dram", block_seed, 3, 1, 20) == 1 and a("hits", "dram", block_seed, 3, 1) == 1
+            assert a("known", "dram", block_seed, 3, 1, 60) == 1 and a("hits", "dram", block_seed, 3, 1) == 1
             b.start("look", block_seed, 3, 2 * LIFE_S)
             churned = 0
             while churned < 2 * TIGHT:
@@ -112,7 +112,7 @@ def keeper_stopped(count: int, seed: int, scratch: Path) -> Numbers:
         back_s = time.monotonic() - begun
         for place in range(3):
             for tier in BOTH:
-                assert crew.engines[place - 1]("known", tier, AFTER_SEED + place, 0, 4, 30) == 4
+                assert crew.engines[place - 1]("known", tier, AFTER_SEED + place, 0, 4, 60) == 4
                 assert crew.engines[place - 1]("hits", tier, AFTER_SEED + place, 0, 4) == 4
         for tier in BOTH:
             hits, asked = crew.hits(crew.engines[0], tier)
@@ -134,7 +134,7 @@ def orphan_reads(count: int, seed: int, scratch: Path) -> Numbers:
         crew.engines[0]("write", "nvme", PRELUDE_SEED, 0, PRELUDE, 30)
         for turn in range(count):
             victim = crew.engines[0]
-            victim("known", "nvme", PRELUDE_SEED, 0, PRELUDE, 30)
+            victim("known", "nvme", PRELUDE_SEED, 0, PRELUDE, 60)
             crew.start_lives(LIFE_SEED + 10 * turn, 40, 0.4, but=victim)
             victim.start("promote", PRELUDE_SEED, PRELUDE, 10.0)
             time.sleep(0.05 + 0.2 * chance.random())
@@ -160,8 +160,8 @@ def first_engines(count: int, seed: int, scratch: Path) -> Numbers:
             keepers = {engine("keeper") for engine in engines}
             assert len(keepers) == 1 and len({engine("owner") for engine in engines}) == 3
             for tier in BOTH:
-                assert engines[turn % 3]("write", tier, seed, 0, 4, 30) == 4
-                assert engines[turn % 3 - 1]("known", tier, seed, 0, 4, 30) == 4
+                assert engines[turn % 3]("write", tier, seed, 0, 4, 60) == 4
+                assert engines[turn % 3 - 1]("known", tier, seed, 0, 4, 60) == 4
                 assert engines[turn % 3 - 1]("hits", tier, seed, 0, 4) == 4
             known = [[tier, seed, 4] for tier in BOTH]
             for place, engine in enumerate(engines):

@@ -91,7 +91,7 @@ def _keeper_step(nursery: Nursery, path: Path, step: int, slots: int) -> int:
             crew.join(keeper.pid)
         assert [other("leased", "dram") for other in others] == [PRELUDE] * 2
         for tier in BOTH if slots == ROOMY else ():
-            assert others[0]("known", tier, SCRIPT_SEED, 1, SCRIPT_BLOCKS - 1, 20) == SCRIPT_BLOCKS - 1
+            assert others[0]("known", tier, SCRIPT_SEED, 1, SCRIPT_BLOCKS - 1, 60) == SCRIPT_BLOCKS - 1
             assert others[0]("hits", tier, SCRIPT_SEED, 1, SCRIPT_BLOCKS - 1) == SCRIPT_BLOCKS - 1
         _judge(crew, slots)
         if came:

@@ -72,10 +72,10 @@ def test_the_lock_ends_with_its_process_and_is_not_kept_by_a_forked_child(tmp_pa
         held = CacheDirectory(tmp_path / "cache", 0.0)
         child = os.fork()
         if child == 0:
-            time.sleep(60)
+            time.sleep(600)
             os._exit(0)
         os.write(writer, child.to_bytes(4, "little"))
-        time.sleep(60)
+        time.sleep(600)
         held.close()
         os._exit(0)
     child = int.from_bytes(os.read(reader, 4), "little")
@@ -84,7 +84,7 @@ def test_the_lock_ends_with_its_process_and_is_not_kept_by_a_forked_child(tmp_pa
             CacheDirectory(tmp_path / "cache", 0.0)
         os.kill(parent, signal.SIGKILL)
         os.waitpid(parent, 0)
-        CacheDirectory(tmp_path / "cache", 5.0).close()
+        CacheDirectory(tmp_path / "cache", 60.0).close()
         os.kill(child, 0)
     finally:
         os.kill(child, signal.SIGKILL)

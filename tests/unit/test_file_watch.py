@@ -18,7 +18,7 @@ def test_it_looks_again_and_again_and_tells_of_a_loss_once() -> None:
     answers, woken = [True, True, False], threading.Event()
     watch = FileWatch(lambda: answers.pop(0), woken.set)
     assert woken.wait(60) and watch.gone and answers == []
-    assert watch.close(10.0)
+    assert watch.close(60.0)
 
 
 def test_it_ends_without_a_word_while_all_is_well() -> None:
@@ -29,7 +29,7 @@ def test_it_ends_without_a_word_while_all_is_well() -> None:
         return True
 
     watch = FileWatch(is_well, woken.set)
-    assert looked.wait(60) and watch.close(10.0)
+    assert looked.wait(60) and watch.close(60.0)
     assert not watch.gone and not woken.is_set()
 
 

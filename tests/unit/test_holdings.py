@@ -39,7 +39,7 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
     for user in made:
         assert len(user.shelf.holdings) == 0, "something is still held"
         user.shelf.check()
-        user.shelf.close(10.0)
+        user.shelf.close(60.0)
 
 
 def answer(user: ShelfUser, number: int) -> Reply:
@@ -185,7 +185,7 @@ def test_rows_that_were_not_used_cost_no_write_budget(tmp_path: Path) -> None:
     assert more is not None and len(user.shelf.holdings) == 5
     user.shelf.holdings.give_rows([held[4], *more])
     user.shelf.check()
-    user.shelf.close(10.0)
+    user.shelf.close(60.0)
 
 
 def test_leased_dram_rows_are_judged_where_they_lie_and_used_by_address() -> None:
@@ -208,7 +208,7 @@ def test_leased_dram_rows_are_judged_where_they_lie_and_used_by_address() -> Non
     assert [user.shelf.holds(block_hash) for block_hash in HASHES[:4]] == [True, False, False, True]
     user.shelf.holdings.end_leases(mine)
     assert user.shelf.used_count == 2
-    user.shelf.close(10.0)
+    user.shelf.close(60.0)
 
 
 def spoil(user: ShelfUser, slot: int, place: int) -> None:

@@ -87,7 +87,7 @@ def bench(tmp_path: Path, make: MakeEngine) -> Iterator[Bench]:
     made = Bench(tmp_path / "file", make)
     yield made
     made.calls.release()
-    assert made.engine.close(10.0) == 0
+    assert made.engine.close(60.0) == 0
     os.close(made.descriptor)
 
 
@@ -171,7 +171,7 @@ def test_a_call_that_stopped_off_a_page_is_continued_from_its_start(bench: Bench
     calls = Watching([Fault(Call.READ, 1, Effect.SHORT, PAGE + 700), Fault(Call.READ, 2, Effect.SHORT, 701)])
     engine = bench.make(1, 1, bench.bell, calls)
     engine.submit([bench.request(Operation.READ, 2, [aligned(4 * PAGE)])])
-    assert engine.close(10.0) == 0
+    assert engine.close(60.0) == 0
     assert [result.moved_bytes for result in engine.poll()] == [4 * PAGE]
     assert offsets == [2 * PAGE, 3 * PAGE, 3 * PAGE], "direct I/O takes no other offset"
 
@@ -231,14 +231,14 @@ def test_wake_is_called_from_a_worker_when_something_has_ended(bench: Bench) -> 
     callers: list[int] = []
     engine = bench.make(1, 4, lambda: callers.append(threading.get_ident()), KernelCalls())
     engine.submit([bench.request(Operation.READ, 0, [aligned(PAGE)])])
-    assert engine.close(10.0) == 0
+    assert engine.close(60.0) == 0
     assert len(engine.poll()) == 1 and len(callers) == 1 and callers[0] != threading.get_ident()
 
 
 def test_closing_waits_for_what_runs_and_takes_no_more(bench: Bench) -> None:
     bench.calls.inject([Fault(Call.READ, 1, Effect.DELAY, 0.1)])
     bench.engine.submit([bench.request(Operation.READ, 0, [aligned(PAGE)])])
-    assert bench.engine.close(10.0) == 0
+    assert bench.engine.close(60.0) == 0
     assert bench.engine.submit([bench.request(Operation.READ, 0, [aligned(PAGE)])]) == 0
     assert bench.engine.room(Operation.READ) == 0 and len(bench.engine.poll()) == 1
 
@@ -251,7 +251,7 @@ def test_closing_on_a_hung_disk_ends_at_the_deadline_and_says_what_is_stuck(benc
     assert time.monotonic() - started < 5
     assert bench.engine.poll() == [] and bench.engine.in_flight == 2
     bench.calls.release()
-    assert bench.engine.close(10.0) == 0 and len(bench.engine.poll()) == 2
+    assert bench.engine.close(60.0) == 0 and len(bench.engine.poll()) == 2
 
 
 def test_seeded_faults_are_the_same_for_the_same_seed() -> None:
@@ -300,7 +300,7 @@ def test_many_more_requests_than_the_kernel_gets_at_once_all_move_the_right_byte
         for number, target in enumerate(targets)
     ]
     assert engine.submit(requests) == 400
-    assert engine.close(10.0) == 0
+    assert engine.close(60.0) == 0
     results = engine.poll()
     assert sorted(result.tag for result in results) == list(range(400))
     assert all(result.moved_bytes == PAGE and result.error_number is None for result in results)
@@ -312,7 +312,7 @@ def test_a_closed_engine_leaves_no_descriptor_and_no_thread(bench: Bench) -> Non
     for _ in range(3):
         engine = bench.make(2, 8, bench.bell, KernelCalls())
         engine.submit([bench.request(Operation.READ, 0, [aligned(PAGE)])])
-        assert engine.close(10.0) == 0
+        assert engine.close(60.0) == 0
     end = time.monotonic() + 60
     while threading.active_count() > threads:
         assert time.monotonic() < end
@@ -437,7 +437,7 @@ def test_workers_that_could_not_be_started_are_started_later(
     assert engine.room(Operation.WRITE) == engine.room(Operation.READ) == 0 and engine.submit([request]) == 0
     monkeypatch.setattr(threading.Thread, "start", start)
     assert engine.room(Operation.WRITE) == 8 and engine.submit([request]) == 1
-    assert engine.close(10.0) == 0 and [result.tag for result in engine.poll()] == [7]
+    assert engine.close(60.0) == 0 and [result.tag for result in engine.poll()] == [7]
     os.close(descriptor)
 
 

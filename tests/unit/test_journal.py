@@ -81,7 +81,7 @@ def test_what_was_published_and_not_replaced_comes_back_to_the_last_field(disk: 
     journal.reserved([Grant(1, 10), Grant(2, 11), Grant(3, 12), Grant(4, 13)])
     journal.published([record(2, 11), record(3, 12)])
     journal.dropped([record(3, 12)])
-    assert journal.close(10.0)
+    assert journal.close(60.0)
     assert disk.kept() == [record(0, 1), record(2, 11)]
     assert replay(disk.folder, SHAPE).generation == 13
     assert stat.S_IMODE(os.stat(disk.file).st_mode) == 0o600
@@ -91,8 +91,8 @@ def test_what_a_row_was_raised_to_comes_back_pin_and_all(disk: Disk) -> None:
     journal = disk.journal([record(0, 1)])
     raised = record(0, 1)._replace(priority=50, expiry_s=0, pinned=True)
     journal.retained([raised])
-    assert journal.close(10.0) and disk.kept() == [raised]
-    assert disk.journal(disk.kept()).close(10.0) and disk.kept() == [raised], "through a rewrite, too"
+    assert journal.close(60.0) and disk.kept() == [raised]
+    assert disk.journal(disk.kept()).close(60.0) and disk.kept() == [raised], "through a rewrite, too"
 
 
 def test_what_was_spent_comes_back_by_hour_and_is_bounded(disk: Disk) -> None:
@@ -100,12 +100,12 @@ def test_what_was_spent_comes_back_by_hour_and_is_bounded(disk: Disk) -> None:
     for hour in range(100):
         journal.spent(hour, 10 * hour)
         journal.spent(hour, 10 * hour + 1)
-    assert journal.close(10.0)
+    assert journal.close(60.0)
     spent = {hour: 10 * hour + 1 for hour in range(100 - HOURS_MAX, 100)}
     assert replay(disk.folder, SHAPE).spent == spent
     again = Journal(disk.folder, SHAPE, disk.slab, [], 0, spent=spent)
     again.spent(99, 7)
-    assert again.close(10.0) and replay(disk.folder, SHAPE).spent == spent | {99: 7}
+    assert again.close(60.0) and replay(disk.folder, SHAPE).spent == spent | {99: 7}
 
 
 def test_a_journal_of_an_older_version_is_foreign_and_impossible_numbers_are_damage(
@@ -113,30 +113,30 @@ def test_a_journal_of_an_older_version_is_foreign_and_impossible_numbers_are_dam
 ) -> None:
     with monkeypatch.context() as older:
         older.setattr("kvtier.replay.JOURNAL_VERSION", JOURNAL_VERSION - 1)
-        assert disk.journal([record(0, 1)]).close(10.0)
+        assert disk.journal([record(0, 1)]).close(60.0)
     found = replay(disk.folder, SHAPE)
     assert found.state is ReplayState.FOREIGN and found.records == []
     good = record(0, 1)
     for bad in (good._replace(priority=-101), good._replace(expiry_s=1 << 40), good._replace(generation=1 << 62)):
-        assert disk.journal([bad]).close(10.0)
+        assert disk.journal([bad]).close(60.0)
         assert replay(disk.folder, SHAPE).state is ReplayState.DAMAGED and replay(disk.folder, SHAPE).records == []
     for hour, spent_bytes in ((1 << 32, 1), (1, 1 << 62)):
         journal = disk.journal()
         journal.spent(hour, spent_bytes)
-        assert journal.close(10.0) and replay(disk.folder, SHAPE).state is ReplayState.DAMAGED
+        assert journal.close(60.0) and replay(disk.folder, SHAPE).state is ReplayState.DAMAGED
 
 
 def test_generations_survive_a_rewrite_though_nothing_holds_them(disk: Disk) -> None:
     journal = disk.journal()
     journal.reserved([Grant(1, 70)])
-    assert journal.close(10.0)
-    assert disk.journal([], replay(disk.folder, SHAPE).generation).close(10.0)
+    assert journal.close(60.0)
+    assert disk.journal([], replay(disk.folder, SHAPE).generation).close(60.0)
     assert replay(disk.folder, SHAPE).generation == 70 and disk.kept() == []
 
 
 def test_a_missing_foreign_or_nonsense_journal_is_told_apart(disk: Disk) -> None:
     assert replay(disk.folder, SHAPE).state is ReplayState.MISSING
-    assert disk.journal([record(0, 1)], 1).close(10.0)
+    assert disk.journal([record(0, 1)], 1).close(60.0)
     for other in (JournalShape(b"x" * 16, 12, 3), JournalShape(SHAPE.epoch, 12, 4)):
         assert replay(disk.folder, other).state is ReplayState.FOREIGN
     whole = disk.file.read_bytes()
@@ -152,13 +152,13 @@ def test_a_missing_foreign_or_nonsense_journal_is_told_apart(disk: Disk) -> None
 
 
 def test_slots_beyond_a_smaller_slab_are_left_out(disk: Disk) -> None:
-    assert disk.journal([record(0, 1), record(11, 2)], 2).close(10.0)
+    assert disk.journal([record(0, 1), record(11, 2)], 2).close(60.0)
     assert replay(disk.folder, JournalShape(SHAPE.epoch, 11, 3)).records == [record(0, 1)]
 
 
 def journal_of_three(disk: Disk) -> tuple[bytes, list[int]]:
     """The file of a journal with three published frames, and where they begin."""
-    assert disk.journal([record(0, 1), record(1, 2), record(2, 3)], 3).close(10.0)
+    assert disk.journal([record(0, 1), record(1, 2), record(2, 3)], 3).close(60.0)
     data = disk.file.read_bytes()
     return data, [len(data) - count * SHAPE.published_bytes for count in (3, 2, 1)]
 
@@ -205,7 +205,7 @@ def test_appends_reach_the_file_at_once_and_the_disk_after_a_second_rows_first(
     monkeypatch.setattr("kvtier.journal.SYNC_S", 1000.0)
     journal.published([record(1, 2)])
     wait_until(lambda: len(disk.kept()) == 2)
-    assert len(synced) == 5 and journal.close(10.0)
+    assert len(synced) == 5 and journal.close(60.0)
 
 
 def test_the_file_stays_within_its_bound_and_true_through_endless_changes(disk: Disk) -> None:
@@ -223,7 +223,7 @@ def test_the_file_stays_within_its_bound_and_true_through_endless_changes(disk: 
         if generation % 8 == 0:
             wait_until(lambda: not journal._pending_bytes)
             largest = max(largest, sum(size_of(disk.path / name) for name in (JOURNAL_NAME, SPARE_NAME)))
-    assert journal.close(10.0)
+    assert journal.close(60.0)
     assert disk.kept() == [expected[slot] for slot in sorted(expected)]
     assert SHAPE.snapshot_bytes_max < largest <= SHAPE.total_bytes_max
     assert not (disk.path / SPARE_NAME).exists()
@@ -240,7 +240,7 @@ def test_nobody_waits_for_a_hung_disk_and_nothing_grows_meanwhile(disk: Disk) ->
     assert journal._pending_bytes <= SHAPE.snapshot_bytes_max
     assert not journal.close(0.05), "it says that it could not finish"
     calls.release()
-    assert journal.close(10.0)
+    assert journal.close(60.0)
     assert disk.kept() == [record(4, 10)] and replay(disk.folder, SHAPE).generation == 19_999
 
 
@@ -255,14 +255,14 @@ def test_any_failing_call_is_survived_and_the_file_is_true_in_the_end(disk: Disk
     wait_until(
         lambda: disk.file.exists() and replay(disk.folder, SHAPE).records == [record(n, n + 1) for n in range(6)]
     )
-    assert journal.close(10.0) and disk.kept() == [record(slot, slot + 1) for slot in range(6)]
+    assert journal.close(60.0) and disk.kept() == [record(slot, slot + 1) for slot in range(6)]
 
 
 def test_short_writes_are_continued(disk: Disk) -> None:
     calls = FaultyCalls([Fault(Call.WRITE, nth, Effect.SHORT, 33) for nth in range(1, 30)])
     journal = disk.journal([record(0, 1)], 1, calls=calls)
     journal.published([record(1, 2)])
-    assert journal.close(10.0) and disk.kept() == [record(0, 1), record(1, 2)]
+    assert journal.close(60.0) and disk.kept() == [record(0, 1), record(1, 2)]
 
 
 def test_a_failing_disk_is_logged_once_and_again_when_it_is_back(disk: Disk, caplog: pytest.LogCaptureFixture) -> None:
@@ -271,7 +271,7 @@ def test_a_failing_disk_is_logged_once_and_again_when_it_is_back(disk: Disk, cap
     wait_until(lambda: calls.count(Call.WRITE) > 3)
     calls.inject([])
     wait_until(disk.file.exists)
-    assert journal.close(10.0)
+    assert journal.close(60.0)
     messages = [entry.message for entry in caplog.records]
     assert len([m for m in messages if "cannot be written" in m]) == len([m for m in messages if "again" in m]) == 1
 
@@ -279,7 +279,7 @@ def test_a_failing_disk_is_logged_once_and_again_when_it_is_back(disk: Disk, cap
 def test_a_journal_of_nothing_but_marks_is_damage_after_a_few_passes(
     disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert disk.journal().close(10.0)
+    assert disk.journal().close(60.0)
     rest = 60000
     frames = b"".join(b"kvtj" + bytes(4) + max(0, rest - at - 20).to_bytes(4, "little") for at in range(0, rest, 12))
     with disk.file.open("ab") as file:
@@ -298,6 +298,6 @@ def test_a_journal_of_nothing_but_marks_is_damage_after_a_few_passes(
 
 def test_what_was_spent_on_another_slab_of_the_folder_still_counts(disk: Disk) -> None:
     spent = {hour: 10 + hour for hour in range(3)}
-    assert Journal(disk.folder, SHAPE, disk.slab, [record(1, 2)], 5, spent=spent).close(10.0)
+    assert Journal(disk.folder, SHAPE, disk.slab, [record(1, 2)], 5, spent=spent).close(60.0)
     found = replay(disk.folder, JournalShape(b"f" * 16, 12, 3))
     assert (found.state, found.records, found.generation, found.spent) == (ReplayState.FOREIGN, [], 0, spent)

@@ -249,7 +249,7 @@ def test_gauges_of_a_shared_shelf_sum_up_to_what_the_host_has(share: Callable[..
     counts = {store.metrics.tier_capacity_blocks.value("nvme") for store in stores}
     assert len(counts) == 2 and 0 in counts, "NVMe, too, is reported by one"
     stores.pop(0).close(5.0)
-    until(lambda: sums()[0] == slots, 20)
+    until(lambda: sums()[0] == slots)
     stores.pop().close(5.0)
 
 

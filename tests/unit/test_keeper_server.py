@@ -142,7 +142,7 @@ def call(cache: CacheDirectory) -> Iterator[Callable[[], Caller]]:
 
 
 def later() -> int:
-    return time.monotonic_ns() + 10**10
+    return time.monotonic_ns() + 6 * 10**10
 
 
 def test_another_protocol_is_refused_and_told_why(call: Call) -> None:

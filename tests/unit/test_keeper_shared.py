@@ -107,7 +107,7 @@ class Engine:
         """Close all."""
         for user in self.users.values():
             user.shelf.check()
-            user.shelf.close(10.0)
+            user.shelf.close(60.0)
         self.shared.close()
 
 
@@ -263,7 +263,7 @@ def test_two_layouts_share_one_budget(start: Start) -> None:
 def test_another_layout_is_not_given_what_the_first_ones_journal_will_grow_into(start: Start) -> None:
     a = start(nvme_bytes=4 * NVME_BYTES)
     b = start(nvme_bytes=4 * NVME_BYTES, layout=OTHER_LAYOUT, opened=False)
-    assert not b.open(5.0)
+    assert not b.open(60.0)
     [note] = [note for note in b.shared.seat.notes if note.startswith("NVMe")]
     sums = (
         rf"tiers\.nvme\.bytes: 4\.0 MiB, one block needs a budget of [\d.]+ MiB, .* hold {needed_text(most_bytes(a))}, "
@@ -302,7 +302,7 @@ def test_an_engine_that_shares_with_nobody_is_waited_for_and_its_rows_are_warm(s
     alone.write(HASHES[:10])
     shared = start(opened=False)
     assert not shared.open(0.5) and "another" not in shared.shared.seat.notes
-    alone.shelf.close(10.0)
+    alone.shelf.close(60.0)
     assert shared.open(60.0) and shared.users[Tier.NVME].hits(HASHES[:10]) == 10
 
 

@@ -24,7 +24,7 @@ def folder(tmp_path: Path) -> Path:
     """Of a layout that was opened once, with few blocks in it."""
     user = nvme_user(tmp_path / "cache", 2 << 20)
     user.write(block_hashes(3))
-    user.shelf.close(10.0)
+    user.shelf.close(60.0)
     return tmp_path / "cache" / NAME
 
 

@@ -62,7 +62,7 @@ class Bench:
 def bench() -> Iterator[Bench]:
     made = Bench()
     yield made
-    assert made.engine.close(10.0) == 0
+    assert made.engine.close(60.0) == 0
     made.slab.close()
 
 
@@ -145,7 +145,7 @@ def test_a_dram_shelf_copies_within_memory_unless_it_is_given_calls() -> None:
         shelf = open_dram_shelf(LAYOUT, NAMESPACE, SLOT_BYTES, IO, lambda: None, calls=calls)
         engine = shelf._transfers._engine
         assert isinstance(engine, ThreadsEngine) and type(engine._reads._mover) is kind
-        shelf.close(5.0)
+        shelf.close(60.0)
 
 
 def test_without_sums_any_buffers_move_as_they_are(bench: Bench) -> None:

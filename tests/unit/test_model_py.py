@@ -429,7 +429,7 @@ def test_clients_are_still_seen_as_gone_after_one_could_not_be_asked(model: Any)
     assert late_handle.cancelled.wait(60)
     wait_for(lambda: not watch._watched)
     assert not broken_handle.cancelled.is_set(), "its client may well be there"
-    watch.close(10)
+    watch.close(60.0)
     assert not watch._thread.is_alive()
 
 

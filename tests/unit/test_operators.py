@@ -65,7 +65,7 @@ def call(engine: SharingEngine) -> Iterator[Call]:
     lines: list[OperatorLine] = []
 
     def call_once() -> OperatorLine:
-        line = call_keeper(top(engine), 20.0)
+        line = call_keeper(top(engine), 60.0)
         assert line is not None
         lines.append(line)
         return line

@@ -23,7 +23,7 @@ def test_events_of_each_request_arrive_in_order_whatever_the_senders_do() -> Non
     for token in range(200):
         for number, box in boxes.items():
             outbox.post(number, box, event(token, final=token == 199))
-    outbox.close(10.0)
+    outbox.close(60.0)
     for events in seen.values():
         assert [token for item in events for token in item.token_ids] == list(range(200))
         assert "".join(item.text for item in events) == "".join(f"<{token}>" for token in range(200))
@@ -47,7 +47,7 @@ def test_what_waits_for_a_slow_sink_comes_as_one_event() -> None:
     for token in range(1, 50):
         outbox.post(0, box, event(token, final=token == 49))
     gate.set()
-    outbox.close(10.0)
+    outbox.close(60.0)
     assert [item.token_ids for item in seen] == [(0,), tuple(range(1, 50))]
     assert seen[-1].finish_reason is FinishReason.STOP
 
@@ -75,7 +75,7 @@ def test_a_sink_that_raises_is_reported_once_and_others_of_its_sender_go_on(capl
         outbox.post(0, bad, event(token))
         outbox.post(1, good, event(token))
     assert broken.get(timeout=60) == "broken"
-    outbox.close(10.0)
+    outbox.close(60.0)
     assert broken.empty() and [token for item in seen for token in item.token_ids] == list(range(5))
 
 

@@ -150,10 +150,10 @@ def test_an_odd_answer_is_an_oserror_whatever_was_asked(status: int, body: bytes
 PARENT = """
 import subprocess, sys, time
 from kvtier.serving.processes import end_with_parent
-command = [sys.executable, "-c", "import time; time.sleep(60)"]
+command = [sys.executable, "-c", "import time; time.sleep(600)"]
 child = subprocess.Popen(command, preexec_fn=end_with_parent(), start_new_session=True)
 print(child.pid, flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -164,7 +164,7 @@ def test_a_killed_supervisor_takes_its_server_with_it() -> None:
         try:
             assert not select.select([child], [], [], 0)[0]
             parent.kill()
-            assert select.select([child], [], [], 20)[0], "the child outlived its parent"
+            assert select.select([child], [], [], 60)[0], "the child outlived its parent"
         finally:
             if not select.select([child], [], [], 0)[0]:
                 signal.pidfd_send_signal(child, signal.SIGKILL)

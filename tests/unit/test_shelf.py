@@ -61,7 +61,7 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
     yield open_one
     for user in made:
         user.shelf.check()
-        user.shelf.close(10.0)
+        user.shelf.close(60.0)
 
 
 def outcomes(done: list[ShelfDone | None]) -> list[ShelfOutcome | None]:
@@ -310,8 +310,8 @@ def test_after_closing_nothing_is_taken_and_closing_again_is_nothing(make: Make)
     user = make()
     user.write(HASHES[:1])
     records = user.shelf.find(HASHES[:1])
-    user.shelf.close(10.0)
-    user.shelf.close(10.0)
+    user.shelf.close(60.0)
+    user.shelf.close(60.0)
     assert user.shelf.write([WriteItem(HASHES[1], 0, filled(HASHES[1]))], user.now) == [None]
     assert user.shelf.read([ReadItem(records[0], aligned(LAYOUT.row_bytes))]) == [None]
 
@@ -339,7 +339,7 @@ def test_dram_rows_are_viewed_in_place_and_go_to_nvme_with_their_sums(tmp_path: 
     assert nvme.hits(HASHES[:3]) == 3
     for user in (dram, nvme):
         user.shelf.check()
-        user.shelf.close(10.0)
+        user.shelf.close(60.0)
 
 
 def test_wrong_sums_given_with_a_row_make_it_a_miss_later() -> None:
@@ -347,7 +347,7 @@ def test_wrong_sums_given_with_a_row_make_it_a_miss_later() -> None:
     user.write(HASHES[:1], sums=slice_sums(filled(HASHES[1]), LAYOUT.slice_bytes))
     assert outcomes(user.read(user.shelf.find(HASHES[:1]))) == [ShelfOutcome.BAD_ROW]
     assert user.shelf.find(HASHES[:1]) == [] and user.shelf.stats()["bad_row"] == 1
-    user.shelf.close(10.0)
+    user.shelf.close(60.0)
 
 
 @pytest.mark.parametrize("code", [errno.EPERM, errno.ENOSYS, errno.ENOMEM], ids=["forbidden", "missing", "memory"])
@@ -362,7 +362,7 @@ def test_where_io_uring_is_refused_threads_do_its_work_after_one_line(
     ]
     user.write(HASHES[:3])
     assert user.hits(HASHES[:3]) == 3
-    user.shelf.close(10.0)
+    user.shelf.close(60.0)
 
 
 @pytest.mark.parametrize(
@@ -383,7 +383,7 @@ def test_the_configuration_and_the_file_say_what_moves_rows(
     assert user.shelf._slab.direct is direct and type(user.shelf._transfers._engine) is chosen
     user.write(HASHES[:3])
     assert user.hits(HASHES[:3]) == 3
-    user.shelf.close(10.0)
+    user.shelf.close(60.0)
 
 
 def test_budgets_that_hold_no_block_name_the_key(tmp_path: Path) -> None:
@@ -400,7 +400,7 @@ def test_budgets_that_hold_no_block_name_the_key(tmp_path: Path) -> None:
 
 def closed(user: ShelfUser) -> None:
     user.shelf.check()
-    user.shelf.close(10.0)
+    user.shelf.close(60.0)
 
 
 def test_nvme_is_warm_after_a_clean_close(tmp_path: Path) -> None:

@@ -245,7 +245,7 @@ def test_a_layout_that_the_keeper_has_not_opened_is_read_and_changed_in_its_file
     rows = [aligned(other.row_bytes) for _ in range(6)]
     items = [WriteItem(h, place, row) for place, (h, row) in enumerate(zip(block_hashes(6), rows, strict=True))]
     before.finish(before.shelf.write(items, before.now))
-    before.shelf.close(5.0)
+    before.shelf.close(60.0)
     engine = SharingEngine(path)
     engine.write("nvme", block_hashes(5))
     report: Any = shelf_json("stat", path)

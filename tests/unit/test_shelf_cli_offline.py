@@ -37,7 +37,7 @@ def path(tmp_path: Path) -> Path:
     """A cache directory with 20 blocks that its engine has left."""
     user = nvme_user(tmp_path / "cache")
     assert all(done is not None and done.outcome.value == "done" for done in user.write(HASHES))
-    user.shelf.close(5.0)
+    user.shelf.close(60.0)
     return tmp_path / "cache"
 
 
@@ -47,7 +47,7 @@ def occupied(tmp_path: Path) -> Iterator[ShelfUser]:
     user = nvme_user(tmp_path / "cache")
     user.write(HASHES)
     yield user
-    user.shelf.close(5.0)
+    user.shelf.close(60.0)
 
 
 def slot_of(path: Path, block_hash: bytes) -> int:
@@ -94,7 +94,7 @@ def test_verify_drops_what_is_bad_for_good(path: Path) -> None:
     assert shelf_json("verify", path)["rows"] == 18
     user = nvme_user(path)
     assert user.hits(HASHES) == 18 and not user.shelf.holds(HASHES[3])
-    user.shelf.close(5.0)
+    user.shelf.close(60.0)
 
 
 def test_clear_and_pins_are_there_for_the_next_engine(path: Path) -> None:
@@ -107,7 +107,7 @@ def test_clear_and_pins_are_there_for_the_next_engine(path: Path) -> None:
     found = [record for block_hash in HASHES for record in user.shelf.find([block_hash])]
     assert {record.block_hash for record in found} == set(HASHES[4:6]) and all(record.pinned for record in found)
     assert user.hits(HASHES) == 2
-    user.shelf.close(5.0)
+    user.shelf.close(60.0)
     assert shelf("unpin", path, "--all").exit_code == 0 and not any(row["pinned"] for row in rows_of(path))
 
 
@@ -115,7 +115,7 @@ def test_what_a_write_budget_has_counted_is_told(path: Path, tmp_path: Path) -> 
     assert "written" not in shelf("stat", path).stdout, "nothing has counted it"
     user = nvme_user(tmp_path / "counted", terms=Terms(write_bytes_day=1 << 30))
     user.write(HASHES)
-    user.shelf.close(5.0)
+    user.shelf.close(60.0)
     report: Any = shelf_json("stat", tmp_path / "counted")
     assert report["layouts"][0]["tiers"]["nvme"]["written_bytes"] == 20 * SLOT_BYTES
     assert f"{20 * SLOT_BYTES / (1 << 10):.0f} KiB written within a day" in shelf("stat", tmp_path / "counted").stdout
@@ -216,7 +216,7 @@ def test_what_is_no_cache_directory_is_refused_and_left_alone(tmp_path: Path) ->
     (tmp_path / "file").write_text("x")
     (tmp_path / "other").mkdir(mode=0o755)
     (tmp_path / "other" / "file").write_text("of someone")
-    nvme_user(tmp_path / "real").shelf.close(5.0)
+    nvme_user(tmp_path / "real").shelf.close(60.0)
     (tmp_path / "link").symlink_to(tmp_path / "real")
     for name, words in (
         ("nowhere", "is not there"),

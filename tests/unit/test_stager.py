@@ -108,7 +108,7 @@ def open_desk(tmp_path: Path, calls: FaultyCalls) -> Iterator[Callable[[int], De
     yield opened
     calls.release()
     for desk in desks:
-        desk.user.shelf.close(10.0)
+        desk.user.shelf.close(60.0)
         assert desk.memory.bytes_total == desk.memory.unit_count * SLICE
 
 
@@ -272,7 +272,7 @@ def test_what_the_shelf_refuses_for_now_is_offered_again_and_moves_no_deadline(
     desk.user.now += 31.0
     desk.now += 1.0
     desk.use_all(staging)  # a probe, and then all that waits
-    desk.user.shelf.close(5.0)
+    desk.user.shelf.close(60.0)
 
 
 def test_a_read_ahead_that_failed_is_tried_again_by_the_pass_itself(open_desk: OpenDesk, calls: FaultyCalls) -> None:

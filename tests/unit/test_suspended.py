@@ -137,7 +137,7 @@ def make_scene(decoder: Decoder, tmp_path: Path, calls: FaultyCalls) -> Iterator
     calls.release()
     for scene in scenes:
         scene.undo()
-        scene.user.shelf.close(10.0)
+        scene.user.shelf.close(60.0)
 
 
 MakeScene = Callable[[int], Scene]
