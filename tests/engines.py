@@ -29,6 +29,7 @@ def opened(checkpoint: Path, **overrides: object) -> Iterator[Engine]:
         "tiers.dram.bytes": "4MiB",
         "tiers.load": "always",
         "tiers.fetch_deadline_s": 60,
+        "tiers.nvme.wait_s": 60,
     }
     config = EngineConfig.load(None, values | {name.replace("__", "."): value for name, value in overrides.items()})
     with Engine(config) as engine:

@@ -105,6 +105,7 @@ def configured(model: Path, cache: Path, **overrides: object) -> EngineConfig:
         "tiers.nvme.path": cache,
         "tiers.linger_s": 0.2,
         "tiers.fetch_deadline_s": 60,
+        "tiers.nvme.wait_s": 60,
         "tiers.load": "always",
     }
     return EngineConfig.load(None, values | overrides)

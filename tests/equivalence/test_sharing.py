@@ -48,6 +48,7 @@ def config(model: Path, cache: Path | None) -> EngineConfig:
         "tiers.load": "always",
         "tiers.linger_s": 0.5,
         "tiers.fetch_deadline_s": 60,
+        "tiers.nvme.wait_s": 60,
     }
     return EngineConfig.load(None, values)
 

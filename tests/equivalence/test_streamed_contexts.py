@@ -160,6 +160,7 @@ class Places:
             "tiers__dram__staging_bytes": staging_bytes,
             "tiers__nvme__bytes": 128 * slot_bytes + (1 << 21) if self.staged_blocks else 0,
             "tiers__nvme__path": cache,
+            "tiers__nvme__wait_s": 60,
             "tiers__linger_s": 0.0,
             "sharing": self.shared,
         }

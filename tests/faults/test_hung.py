@@ -58,6 +58,7 @@ def opened(checkpoint: Path, cache: Path, **more: object) -> Iterator[Engine]:
         "tiers.dram.bytes": 0,
         "tiers.nvme.bytes": "8MiB",
         "tiers.nvme.path": cache,
+        "tiers.nvme.wait_s": 60,
         "tiers.linger_s": 0.5,
         "sharing": False,
     }

@@ -49,7 +49,7 @@ def open_umask() -> Iterator[None]:
     os.umask(before)
 
 
-def configured(model: Path, cache: Path | None, sharing: bool = True, wait_s: float = 10.0) -> EngineConfig:
+def configured(model: Path, cache: Path | None, sharing: bool = True, wait_s: float = 60.0) -> EngineConfig:
     values: dict[str, object] = {
         "model": model,
         "dtype": "float32",

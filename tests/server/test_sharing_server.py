@@ -28,6 +28,7 @@ GREEDY = json.dumps({"temperature": 0, "ignore_eos": True})
 
 def shared(checkpoint: Path, cache: Path) -> dict[str, str]:
     more = {"sharing": "true", "tiers.linger_s": "0.5", "tiers.hbm.bytes": "4MiB", "tiers.load": "always"}
+    more["tiers.nvme.wait_s"] = "60"
     return tiny_overrides(checkpoint, cache) | more
 
 

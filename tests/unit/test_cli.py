@@ -127,6 +127,7 @@ def test_a_shelf_is_warm_for_the_next_command(checkpoint: Path, tmp_path: Path, 
     text = "the sea and the island and the rain " * 6
     options = ["--json", "--max-tokens", 2, *SMALL, "--nvme", "8MiB", "--cache-dir", tmp_path / "kv"]
     options += ["--set", f"sharing={sharing}", "--set", "tiers.linger_s=20", "--set", "tiers.load=always"]
+    options += ["--set", "tiers.nvme.wait_s=60"]
     [first] = objects(run("generate", checkpoint, text, *options))
     [second] = objects(run("generate", checkpoint, text, *options))
     assert first["origin"][tier] == 0
