@@ -23,6 +23,7 @@ from kvtier.errors import CheckpointError
 from kvtier.models.config import ModelConfig
 from kvtier.models.fields import Fields
 from kvtier.models.fingerprint import DigestMemory, FileLook, fingerprint, last_change_ns, look_at
+from kvtier.models.huge_tensors import HugeTensors
 from kvtier.namespace import framed
 
 SINGLE_FILE = "model.safetensors"
@@ -94,8 +95,9 @@ def load_weights(
             raise CheckpointError(f"{folder}: tensor {EMBEDDING} is missing")
         if dtype is None:
             dtype = _stored_dtype(files[places[EMBEDDING]], EMBEDDING)
+        empty = HugeTensors().empty if place == CPU else torch.empty
         with place:
-            weights, targets = _allocate(config, dtype, own_head=not config.tie_embeddings)
+            weights, targets = _allocate(config, dtype, empty, own_head=not config.tie_embeddings)
         _check_tensors(folder, places, files, targets, config)
         if memory is not None:
             seen = fingerprint(looks, {name: paths.index(places[name]) for name in targets})
@@ -248,19 +250,19 @@ def _with_stored_head(weights: DecoderWeights, stored: torch.Tensor) -> DecoderW
 
 
 def _allocate(
-    config: ModelConfig, dtype: torch.dtype, own_head: bool
+    config: ModelConfig, dtype: torch.dtype, empty: Callable[..., torch.Tensor], own_head: bool
 ) -> tuple[DecoderWeights, dict[str, torch.Tensor]]:
     """Uninitialized weights, and the Hugging Face name of every tensor -> the view it is copied into."""
     targets: dict[str, torch.Tensor] = {}
 
-    def vector(name: str, size: int) -> torch.Tensor:
-        targets[name] = torch.empty(size, dtype=dtype)
+    def tensor(name: str, *shape: int) -> torch.Tensor:
+        targets[name] = empty(*shape, dtype=dtype)
         return targets[name]
 
     def projection(prefix: str, outputs: dict[str, int], inputs: int, has_bias: bool) -> Projection:
         rows = sum(outputs.values())
-        weight = torch.empty(rows, inputs, dtype=dtype)
-        bias = torch.empty(rows, dtype=dtype) if has_bias else None
+        weight = empty(rows, inputs, dtype=dtype)
+        bias = empty(rows, dtype=dtype) if has_bias else None
         for name, part in zip(outputs, torch.split(weight, list(outputs.values())), strict=True):
             targets[f"{prefix}.{name}.weight"] = part
         if bias is not None:
@@ -276,23 +278,20 @@ def _allocate(
         gate_up = {"gate_proj": config.intermediate, "up_proj": config.intermediate}
         down = {"down_proj": config.hidden}
         return LayerWeights(
-            input_norm=vector(f"{prefix}.input_layernorm.weight", config.hidden),
+            input_norm=tensor(f"{prefix}.input_layernorm.weight", config.hidden),
             qkv=projection(attention, qkv, config.hidden, config.qkv_bias),
-            q_norm=vector(f"{attention}.q_norm.weight", config.head_dim) if config.qk_norm else None,
-            k_norm=vector(f"{attention}.k_norm.weight", config.head_dim) if config.qk_norm else None,
+            q_norm=tensor(f"{attention}.q_norm.weight", config.head_dim) if config.qk_norm else None,
+            k_norm=tensor(f"{attention}.k_norm.weight", config.head_dim) if config.qk_norm else None,
             output=projection(attention, {"o_proj": config.hidden}, q_rows, config.output_bias),
-            post_norm=vector(f"{prefix}.post_attention_layernorm.weight", config.hidden),
+            post_norm=tensor(f"{prefix}.post_attention_layernorm.weight", config.hidden),
             gate_up=projection(mlp, gate_up, config.hidden, config.mlp_bias),
             down=projection(mlp, down, config.intermediate, config.mlp_bias),
         )
 
-    embedding = targets[EMBEDDING] = torch.empty(config.vocab, config.hidden, dtype=dtype)
-    layers = tuple(layer(index) for index in range(config.layers))
-    norm = vector("model.norm.weight", config.hidden)
-    head = embedding
-    if own_head:
-        head = targets[HEAD] = torch.empty(config.vocab, config.hidden, dtype=dtype)
-    return DecoderWeights(embedding, layers, norm, head), targets
+    vocab = (config.vocab, config.hidden)
+    embedding, layers = tensor(EMBEDDING, *vocab), tuple(layer(index) for index in range(config.layers))
+    norm = tensor("model.norm.weight", config.hidden)
+    return DecoderWeights(embedding, layers, norm, tensor(HEAD, *vocab) if own_head else embedding), targets
 
 
 def _some(names: list[str]) -> str:
