@@ -250,6 +250,7 @@ def test_a_preempted_request_computes_its_partial_block_and_one_more_again_at_mo
     with opened(checkpoint) as engine:
         expected = [item.token_ids for item in engine.generate(prompts, params)]
     with opened(checkpoint, tiers__hbm__bytes=12 * row_bytes) as engine:
+        gate = Gate(engine)  # all are there before the first is computed
         computed, sequences, inner = Counter[int](), dict[int, Sequence](), engine._runner.run
 
         def run(parts: list[ScheduledSequence]) -> list[int]:
@@ -259,7 +260,12 @@ def test_a_preempted_request_computes_its_partial_block_and_one_more_again_at_mo
             return inner(parts)
 
         engine._runner.run = run  # type: ignore[method-assign, assignment]
-        assert [item.token_ids for item in engine.generate(prompts, params)] == expected
+        sinks = [Sink() for _ in prompts]
+        for sink, prompt in zip(sinks, prompts, strict=True):
+            engine.submit(Request(prompt, params), sink)
+        gate.open()
+        assert all(sink.final().error is None for sink in sinks)
+        assert [sink.token_ids for sink in sinks] == expected
         assert engine.stats()["preemptions"] >= 3
         for number, sequence in sequences.items():
             again = computed[number] - (len(sequence.tokens) - 1)
