@@ -116,6 +116,7 @@ class Kernels:
     def linear_few(
         self, x: int, x_stride: int, weight: int, out: int, rows: int, in_dim: int, out_dim: int
     ) -> None: ...
+    def read(self, memory: int, bytes: int) -> int: ...
 
 class LayerWeights:
     """A matrix is (weight, bias); address 0: there is none."""

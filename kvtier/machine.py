@@ -17,6 +17,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from kvtier.models.huge_tensors import HugeTensors
+
 BUFFER_BYTES = 1 << 30
 """More than any cache holds."""
 TRIES = 5
@@ -30,10 +32,32 @@ def cpu_name() -> str:
     return os.uname().machine
 
 
+class MemoryRead:
+    """Reads memory on huge pages, as fast as this machine can; where there are no kernels, as fast as torch can."""
+
+    def __init__(self, threads: int, size_bytes: int = BUFFER_BYTES) -> None:
+        """`size_bytes`: whole MiB, and more than the caches hold. Without kernels torch's threads are used."""
+        self.size_bytes = size_bytes
+        self._numbers = HugeTensors().empty(size_bytes // 4 // 4096, 4096, dtype=torch.float32).fill_(1.0)
+        self._vector = torch.ones(4096)
+        try:
+            from kvtier._native import Kernels
+        except ImportError:
+            self._kernels = None
+        else:
+            self._kernels = Kernels(threads)
+
+    def __call__(self) -> None:
+        """Read all of it."""
+        if self._kernels is None:
+            torch.mv(self._numbers, self._vector)
+        else:
+            self._kernels.read(self._numbers.data_ptr(), self.size_bytes)
+
+
 def memory_read_bytes_s() -> float:
-    """Bytes a second of a matrix-vector product, which reads its matrix once; uses torch's threads."""
-    matrix, vector = torch.ones(BUFFER_BYTES // 4 // 4096, 4096), torch.ones(4096)
-    return BUFFER_BYTES / _best_s(lambda: torch.mv(matrix, vector))
+    """Bytes a second of a `MemoryRead` with as many threads as torch has."""
+    return BUFFER_BYTES / _best_s(MemoryRead(torch.get_num_threads()))
 
 
 def memory_copy_bytes_s() -> float:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measures decode attention over long contexts beside a plain read of as many bytes, both with all threads.
+"""Measures decode attention over long contexts beside the fastest read of as many bytes, both with all threads.
 
 Reading and attending take turns, so that other programs disturb both; the ratio is the median of the rounds. Blocks
 lie in memory in random order, as after hours of use, and are more than the caches hold.
@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from kvtier.attention import AttentionBatch, make_backend
 from kvtier.block import KVLayout
 from kvtier.cli.paragraphs import Paragraphs
+from kvtier.machine import MemoryRead
 from kvtier.tiers.hbm import HbmArena
 
 TOTAL_BYTES = 1 << 30
@@ -49,12 +50,12 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the numbers to this file")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    matrix = torch.ones(TOTAL_BYTES // 4 // 4096, 4096)
+    read = MemoryRead(options.threads, TOTAL_BYTES)
     table = Table("block tokens", "read GB/s", "attention GB/s", "ratio: median (min to max)", title=_title(options))
     lines: list[dict[str, object]] = []
     with torch.inference_mode():
         for block_tokens in options.block_tokens:
-            line = _measure(options, block_tokens, matrix)
+            line = _measure(options, block_tokens, read)
             lines.append(line)
             ratios = f"{line['ratio']:.2f} ({line['ratio_min']:.2f} to {line['ratio_max']:.2f})"
             table.add_row(str(block_tokens), f"{line['read_gb_s']:.1f}", f"{line['attention_gb_s']:.1f}", ratios)
@@ -71,7 +72,7 @@ def _title(options: argparse.Namespace) -> str:
     return f"Decode attention, {options.batch} x {options.context} tokens, {heads}, {options.dtype}"
 
 
-def _measure(options: argparse.Namespace, block_tokens: int, matrix: torch.Tensor) -> dict[str, object]:
+def _measure(options: argparse.Namespace, block_tokens: int, read: MemoryRead) -> dict[str, object]:
     layout = KVLayout(options.layers, options.kv_heads, options.head_dim, block_tokens, options.dtype)
     blocks = -(-options.context // block_tokens)
     sets = max(1, -(-TOTAL_BYTES // (options.batch * blocks * layout.row_bytes)))
@@ -90,11 +91,10 @@ def _measure(options: argparse.Namespace, block_tokens: int, matrix: torch.Tenso
                 backend.attend(q, batch, layout, layer, options.head_dim**-0.5, None)
 
     attended_bytes = len(batches) * options.batch * options.context * layout.token_bytes
-    vector = torch.ones(4096)
     reads: list[float] = []
     attends: list[float] = []
     for _ in range(options.rounds + 1):
-        reads.append(matrix.nbytes / _seconds(lambda: torch.mv(matrix, vector)) / 1e9)
+        reads.append(read.size_bytes / _seconds(read) / 1e9)
         attends.append(attended_bytes / _seconds(attend) / 1e9)
     ratios = [own / read for own, read in zip(attends[1:], reads[1:], strict=True)]
     arena.close()

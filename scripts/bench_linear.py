@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measures the linear layers of decoding: the product of a few bf16 rows with a weight matrix, native against torch.
 
-Takes the CPU time of one thread, in turns with a plain read of as many bytes, so that other programs on the machine
+Takes the CPU time of one thread, in turns with the fastest read of as many bytes, so that other programs on the machine
 disturb it little; with `--threads` above 1 it takes the time on the clock. The matrices of a shape together are larger
 than the caches near a core. Rates are medians; ratios to the read are of the best turns and the median of each turn's.
 """
@@ -26,6 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from kvtier.attention import make_backend
 from kvtier.cli.paragraphs import Paragraphs
+from kvtier.machine import MemoryRead
+from kvtier.models.huge_tensors import HugeTensors
 from kvtier.models.ops import make_ops
 
 SHAPES = {
@@ -49,17 +51,17 @@ def main() -> int:
     ops = make_ops(make_backend("auto", options.threads))
     title = f"One bf16 product of {options.model}, {options.threads} threads"
     table = Table("rows", "in x out", "read", "torch", f"{ops.name} GB/s", "best", "to read", "to torch", title=title)
-    vector = torch.ones(4096)
-    memory = torch.ones(TOTAL_BYTES // 4 // 4096, 4096)
+    read_all = MemoryRead(options.threads, TOTAL_BYTES)
     with torch.inference_mode():
         for rows in options.rows:
             for inner, outer in SHAPES[options.model]:
                 count = max(1, TOTAL_BYTES // (2 * inner * outer))
-                weights = [torch.randn(outer, inner).bfloat16() for _ in range(count)]
+                maker = HugeTensors()
+                weights = [maker.empty(outer, inner, dtype=torch.bfloat16).normal_() for _ in range(count)]
                 x = torch.randn(rows, inner).bfloat16()
                 turns: tuple[list[float], ...] = ([], [], [])
                 for _ in range(options.rounds + 1):
-                    turns[0].append(_rate(clock, partial(torch.mv, vec=vector), [memory]))
+                    turns[0].append(TOTAL_BYTES / _seconds(clock, read_all) / 1e9)
                     turns[1].append(_rate(clock, partial(F.linear, x), weights))
                     turns[2].append(_rate(clock, partial(ops.linear, x, bias=None), weights))
                 read, torchs, ours = (median(turn[1:]) for turn in turns)
@@ -75,10 +77,18 @@ def main() -> int:
 
 def _rate(clock: Callable[[], float], product: Callable[[torch.Tensor], object], matrices: list[torch.Tensor]) -> float:
     """GB of matrices in a second."""
+
+    def multiply_all() -> None:
+        for matrix in matrices:
+            product(matrix)
+
+    return sum(matrix.nbytes for matrix in matrices) / _seconds(clock, multiply_all) / 1e9
+
+
+def _seconds(clock: Callable[[], float], action: Callable[[], object]) -> float:
     started = clock()
-    for matrix in matrices:
-        product(matrix)
-    return sum(matrix.nbytes for matrix in matrices) / (clock() - started) / 1e9
+    action()
+    return clock() - started
 
 
 if __name__ == "__main__":

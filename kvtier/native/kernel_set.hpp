@@ -11,6 +11,7 @@
 #include "kernels.hpp"
 #include "plan.hpp"
 #include "pool.hpp"
+#include "reading.hpp"
 
 namespace kvtier {
 
@@ -50,6 +51,7 @@ class KernelSet {
     void multiply(const LinearArguments& arguments) { table_.linear(pool_, arguments); }
     // Throws std::invalid_argument for other than 1 to few_rows_max() rows and for what takes_few() refuses.
     void multiply_few(const FewRowsProduct& product);
+    std::uint64_t read(const std::uint64_t* memory, std::size_t bytes) { return read_memory(pool_, memory, bytes); }
 
   private:
     struct alignas(64) Line {

@@ -91,6 +91,8 @@ class Kernels : public KernelSet {
                     std::int64_t out_dim) {
         multiply_few({at<bf16>(x), at<bf16>(weight), at<bf16>(out), rows, in_dim, out_dim, x_stride});
     }
+
+    std::uint64_t read(Address memory, std::size_t bytes) { return KernelSet::read(at<std::uint64_t>(memory), bytes); }
 };
 
 using MatrixAddresses = std::pair<Address, Address>;  // weight, bias
@@ -164,7 +166,8 @@ NB_MODULE(_native, module) {
         .def("linear", &Kernels::linear, no_gil, "x"_a, "x_stride"_a, "weight"_a, "bias"_a, "out"_a, "tokens"_a,
              "in_dim"_a, "out_dim"_a)
         .def("linear_few", &Kernels::linear_few, no_gil, "x"_a, "x_stride"_a, "weight"_a, "out"_a, "rows"_a, "in_dim"_a,
-             "out_dim"_a);
+             "out_dim"_a)
+        .def("read", &Kernels::read, no_gil, "memory"_a, "bytes"_a, "Read so many bytes; the sum of their 64-bit words.");
 
     nb::class_<LayerWeights>(module, "LayerWeights", "Addresses of one layer's weights.")
         .def("__init__", &make_weights, "qkv"_a, "output"_a, "gate_up"_a, "down"_a, "q_norm"_a, "k_norm"_a,
