@@ -136,8 +136,12 @@ class Greeter:
         if owner is None:
             self._refuse(connection, f"{OWNERS_MAX} engines share this cache directory already")
             return
+        others = [other for other in self._house.connections.values() if other.owner == owner]
+        if any(other.pid != connection.pid for other in others):
+            self._refuse(connection, "another process has this number")
+            return
         self._survivors.discard(owner)
-        for other in [other for other in self._house.connections.values() if other.owner == owner]:
+        for other in others:
             self._end(other)
         connection.owner, connection.budgets, connection.tiers = owner, hello.budgets, frozenset(kept.opened)
         missing = [tier for tier in (DRAM, NVME) if tier not in kept.opened and hello.budgets[tier]]
