@@ -15,9 +15,12 @@ import pytest
 from tests.nursery import Nursery, Worker
 from tests.own_time import own_time
 from tests.rows import block_hashes, wait_for_journal
+from tests.soak import footprint
 from tests.stopped import stopped
 
 BOTH = ("dram", "nvme")
+GROWTH_BYTES_MAX = 1 << 20
+"""20 KiB for each engine that was killed; a line to one takes more, and so do the books of what it has held."""
 Start = Callable[..., Worker]
 
 
@@ -171,6 +174,25 @@ def test_slots_of_a_dead_engine_are_kept_from_others_until_its_last_io_has_lande
         os.close(orphan)
     assert b("used", "nvme", held - 2, 60) <= held - 2
     b("check")
+
+
+def test_fifty_killed_engines_leave_nothing_in_their_keeper(start: Start) -> None:
+    """After some that fill its shelves and books; each leaves with rows reserved, asked for and leased."""
+    stays = start(48, 48 * 17408 + 64_000)
+    keeper, taken = stays("keeper"), []
+    for number in range(20 + 50):
+        victim = start()
+        for tier in BOTH:
+            assert victim("write", tier, number, 0, 6, 60) >= 1
+        assert victim("ask", "dram", 2, 2, 60) == 2 and victim("lease", "dram", number, 0, 4) > 0
+        victim.kill()
+        if number in (19, 69):
+            stays("used", "dram", 48 - 8, 60)
+            time.sleep(2.5)  # two ticks of the keeper, which looks for the dead once a second
+            taken.append((footprint.descriptor_count(keeper), footprint.own_bytes(keeper)))
+    (before, before_bytes), (after, after_bytes) = taken
+    assert stays("keeper") == keeper and after == before, taken
+    assert after_bytes - before_bytes < GROWTH_BYTES_MAX, taken
 
 
 def steady(worker: Worker, tier: str) -> int:
