@@ -21,6 +21,8 @@ BLOCKS = 25
 TOKENS = BLOCKS * 16
 """Of each prompt, those in full blocks; ten such prompts fit the HBM of an instance."""
 PROMPTS = [[(17 * token * token + 7 * number) % 250 + 3 for token in range(TOKENS + 5)] for number in range(10)]
+ROW_BYTES = 3 * 4096
+"""Of the tiny model's blocks: a slice for each layer."""
 OUTPUT = 6
 THREADS = 4
 GREEDY = json.dumps({"temperature": 0, "ignore_eos": True})
@@ -125,6 +127,21 @@ def read_from_shelves(server: TritonServer) -> float:
 def hbm_used(server: TritonServer) -> list[float]:
     """Blocks in HBM by instance."""
     return [value for labels, value in metrics(server)["kvtier_tier_used_blocks"].items() if 'tier="hbm"' in labels]
+
+
+@pytest.mark.parametrize("tier", ["dram", "nvme"])
+def test_what_a_shared_shelf_holds_is_told_by_one_instance(server: TritonServer, tier: str) -> None:
+    ask(server, 0)
+    names = [f"kvtier_tier_{what}" for what in ("capacity_blocks", "capacity_bytes", "used_blocks", "used_bytes")]
+
+    def told() -> list[list[float]]:
+        page = metrics(server)
+        return [[value for labels, value in page[name].items() if f'tier="{tier}"' in labels] for name in names]
+
+    wait(lambda: all(len(values) == 2 and min(values) == 0 < max(values) for values in told()))
+    blocks, capacity_bytes, used, used_bytes = map(sum, told())
+    assert used <= blocks and capacity_bytes <= 16 << 20, "more than was configured once"
+    assert capacity_bytes // blocks == used_bytes // used == ROW_BYTES
 
 
 def test_an_offline_engine_beside_the_server_finds_and_is_found(
