@@ -236,8 +236,10 @@ def measure_prefill(
     """First tokens of new prompts."""
     took: tuple[list[float], list[float]] = [], []
     for prompt in workload.prompts(options.rounds, options.context):
+        before = engines["dram"].engine.stats()["streamed_dram_bytes"]
         for streamer, samples in zip((engines["hbm"], engines["dram"]), took, strict=True):
             samples.append(streamer.first_token_s(prompt))
+        assert engines["dram"].engine.stats()["streamed_dram_bytes"] > before, "nothing was attended to in DRAM"
         advance()
     return Line("prefill, 1/4 in HBM", "s", took[1], took[0], "all in HBM", "<= 1.1")
 

@@ -1,7 +1,7 @@
 """What a prompt of many blocks costs the engine thread and the keeper: find, reserve with eviction, publish.
 
-`python scripts/bench/keeper_cost.py [--blocks N] [--rounds N] [--json]`. Rows are not moved: only books are measured,
-with a real keeper. Times are CPU times; on a busy machine the least of them is the one to compare.
+`python scripts/bench/keeper_cost.py [--blocks N] [--rounds N] [--policy NAME] [--json]`. Rows are not moved: only books
+are measured, with a real keeper. Times are CPU times; on a busy machine the least of them is the one to compare.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 
 from kvtier.block import KVLayout, Tier
 from kvtier.config import IoConfig
+from kvtier.eviction import POLICIES
 from kvtier.keeper.mirror import Mirror
 from kvtier.keeper.opening import SharedShelves
 from kvtier.record import NO_TENANT, Record
@@ -27,7 +28,7 @@ LAYOUT = KVLayout(layers=32, kv_heads=1, head_dim=8, block_tokens=8, dtype="bflo
 SUMS = bytes(8 * LAYOUT.layers)
 
 
-def main(block_count: int, rounds: int) -> dict[str, dict[str, float]]:
+def main(block_count: int, rounds: int, policy: str) -> dict[str, dict[str, float]]:
     """Median and least milliseconds of CPU a round, by what was done."""
     bell = threading.Event()
     slot_bytes = 4096 + LAYOUT.row_bytes
@@ -40,7 +41,7 @@ def main(block_count: int, rounds: int) -> dict[str, dict[str, float]]:
             IoConfig(in_flight_max=block_count),
             bell.set,
             0.0,
-            "lru",
+            policy,
         )
         assert shared.try_open(60), shared.refusal
         books, keeper = shared.books[Tier.DRAM], shared.seat.keeper_process
@@ -114,11 +115,21 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--blocks", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--policy", choices=list(POLICIES), default="reuse", help="default: %(default)s, the product's")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
     options = parser.parse_args()
-    times, slot_bytes = main(options.blocks, options.rounds), mirror_bytes(options.blocks)
+    times, slot_bytes = main(options.blocks, options.rounds, options.policy), mirror_bytes(options.blocks)
     if options.json:
-        print(json.dumps({"blocks": options.blocks, "times": times, "mirror_slot_bytes": round(slot_bytes)}))
+        print(
+            json.dumps(
+                {
+                    "blocks": options.blocks,
+                    "policy": options.policy,
+                    "times": times,
+                    "mirror_slot_bytes": round(slot_bytes),
+                }
+            )
+        )
     else:
         for what, taken in times.items():
             print(f"{what}: median {taken['median_ms']:.2f} ms, least {taken['least_ms']:.2f} ms")
