@@ -1,4 +1,4 @@
-"""Who else may come while engines write, read by copy and attend in place: a crowd, a forked child, another layout.
+"""Who else may come while engines write, read by copy and attend in place: a crowd, forks, other layouts and versions.
 
 The rest of the protocol's list, as in scenarios.py.
 """
@@ -9,10 +9,13 @@ import contextlib
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 from kvtier.keeper.fields import OWNERS_MAX
+from kvtier.keeper.wire import PROTOCOL_VERSION
+from tests.nursery import Nursery
 from tests.rows import LAYOUT
-from tests.soak.crew import BOTH, OPEN_S, refused
+from tests.soak.crew import BOTH, OPEN_S, first_keeper, refused
 from tests.soak.scenarios import LIFE_SEED, MANY, PRELUDE, PRELUDE_SEED, ROOMY, crew_of, judge_lives, totals
 from tests.soak.words import Numbers
 
@@ -99,6 +102,31 @@ def two_layouts(count: int, seed: int, scratch: Path) -> Numbers:
         crew.check()
     judge_lives(lives)
     return {"visits": count, "nvme_share": most_bytes / crew.nvme_bytes, **totals(lives)}
+
+
+def versions(count: int, seed: int, scratch: Path) -> Numbers:
+    """Older keeper and newer engine, and the other way round: refused with the reason, nobody else is disturbed."""
+    lives: list[dict[str, Any]] = []
+    with Nursery() as nursery:
+        for turn in range(count):
+            path = scratch / f"cache{turn}"
+            theirs, ours = PROTOCOL_VERSION + 1, PROTOCOL_VERSION
+            if (turn + seed) % 2:
+                theirs, ours = ours, theirs
+            with first_keeper(nursery, path, protocol=ours) as keeper:
+                with crew_of(path, 2, ROOMY, nursery=nursery, protocol=ours) as crew:
+                    crew.publish(PRELUDE_SEED, PRELUDE)
+                    crew.start_lives(LIFE_SEED, 20, 0.6)
+                    stranger = crew.new(protocol=theirs)
+                    refused(stranger, f"protocol {theirs}, the keeper speaks {ours}")
+                    lives += crew.end_lives(LIFE_SEED)
+                    assert keeper.is_alive and crew.keeper == keeper.pid, "a refused engine kills no keeper"
+                    stranger.close()
+                    crew.check()
+                    crew.settle()
+                assert keeper.wait(60)
+    judge_lives(lives)
+    return {"refusals": count, **totals(lives)}
 
 
 def _file_bytes(path: Path) -> int:

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.cache_directory import layout_name
-from kvtier.keeper.wire import PROTOCOL_VERSION
 from tests.nursery import Nursery
 from tests.rows import LAYOUT, SLOT_BYTES
-from tests.soak.crew import BOTH, OPEN_S, Crew, first_keeper, kill, refused, wait_gone
+from tests.soak.crew import BOTH, OPEN_S, Crew, kill, wait_gone
 from tests.soak.words import Numbers
 from tests.stopped import stopped
 
@@ -165,14 +164,17 @@ def first_engines(count: int, seed: int, scratch: Path) -> Numbers:
                 assert engines[turn % 3 - 1]("hits", tier, seed, 0, 4) == 4
             known = [[tier, seed, 4] for tier in BOTH]
             for place, engine in enumerate(engines):
-                engine.start("live", LIFE_SEED + place, 8, 0.3, known)
-            lives += [engine.answer() for engine in engines]
+                engine.start("live", LIFE_SEED + place, 8, LIFE_S, known)
+            met = [engine.answer() for engine in engines]
+            for what in ("read", "attended", "published"):
+                assert sum(life[what] for life in met), f"nobody has {what} anything"
+            lives += met
             for engine in engines:
                 engine("check")
                 engine.close()
             kill(*keepers)
             wait_gone(*keepers)
-    judge_lives(lives)
+    assert max(life["call_s"] for life in lives) < CALL_MAX_S, "a call of a shelf was held up"
     return {"starts": count, **totals(lives)}
 
 
@@ -224,31 +226,6 @@ def removed(count: int, seed: int, scratch: Path) -> Numbers:
         crew.check()
     judge_lives(lives)
     return {"removals": count, **totals(lives)}
-
-
-def versions(count: int, seed: int, scratch: Path) -> Numbers:
-    """Older keeper and newer engine, and the other way round: refused with the reason, nobody else is disturbed."""
-    lives: list[dict[str, Any]] = []
-    with Nursery() as nursery:
-        for turn in range(count):
-            path = scratch / f"cache{turn}"
-            theirs, ours = PROTOCOL_VERSION + 1, PROTOCOL_VERSION
-            if (turn + seed) % 2:
-                theirs, ours = ours, theirs
-            with first_keeper(nursery, path, protocol=ours) as keeper:
-                with crew_of(path, 2, ROOMY, nursery=nursery, protocol=ours) as crew:
-                    crew.publish(PRELUDE_SEED, PRELUDE)
-                    crew.start_lives(LIFE_SEED, 20, 0.6)
-                    stranger = crew.new(protocol=theirs)
-                    refused(stranger, f"protocol {theirs}, the keeper speaks {ours}")
-                    lives += crew.end_lives(LIFE_SEED)
-                    assert keeper.is_alive and crew.keeper == keeper.pid, "a refused engine kills no keeper"
-                    stranger.close()
-                    crew.check()
-                    crew.settle()
-                assert keeper.wait(60)
-    judge_lives(lives)
-    return {"refusals": count, **totals(lives)}
 
 
 def journal_lost(count: int, seed: int, scratch: Path) -> Numbers:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests.soak.call_storm import call_kills, strace_reason
 from tests.soak.caps import caps
-from tests.soak.company import crowd, forked, two_layouts
+from tests.soak.company import crowd, forked, two_layouts, versions
 from tests.soak.corruption import corrupt_rows, damage_journal
 from tests.soak.host_scenarios import disk_full, disk_reason, namespace_reason, orphan_writes, pid_namespaces
 from tests.soak.nth_io import fail_each_engine_io, fail_each_shelf_io
@@ -25,7 +25,6 @@ from tests.soak.scenarios import (
     orphan_reads,
     reload,
     removed,
-    versions,
 )
 from tests.soak.step_storm import engine_steps, keeper_steps
 from tests.soak.storm import kill_storm
