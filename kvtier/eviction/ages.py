@@ -18,6 +18,8 @@ BUCKET_COUNT = 48
 """Two an octave: the last one begins at 12 days."""
 EDGES_S: Counts = FIRST_EDGE_S * 2.0 ** (np.arange(BUCKET_COUNT) / 2)
 """Where each bucket ends."""
+_FROM_START = np.tri(BUCKET_COUNT, dtype=bool).T
+"""[start, end]: whether the end is not before the start."""
 WIDTHS_S: Counts = np.diff(EDGES_S, prepend=0.0)
 
 
@@ -39,10 +41,7 @@ def reuse_index(reuses: Counts, entries: Counts) -> Counts:
     used = np.cumsum(reuses, axis=1)  # [group, bucket]: by the end of the bucket
     left = np.maximum(entries[:, None] - np.pad(used, ((0, 0), (1, 0))), 1e-9)  # [group, bucket + 1]: at its start
     spent_s = np.cumsum((left[:, :-1] + left[:, 1:]) / 2 * WIDTHS_S, axis=1)
-    index = np.empty_like(reuses)
-    for start in range(reuses.shape[1]):
-        used_before = used[:, start - 1 : start] if start else 0.0
-        spent_before_s = spent_s[:, start - 1 : start] if start else 0.0
-        rates = (used[:, start:] - used_before) / np.maximum(spent_s[:, start:] - spent_before_s, 1e-12)
-        index[:, start] = rates.max(axis=1)
+    used_before, spent_before_s = (np.pad(sums[:, :-1], ((0, 0), (1, 0)))[:, :, None] for sums in (used, spent_s))
+    rates = (used[:, None] - used_before) / np.maximum(spent_s[:, None] - spent_before_s, 1e-12)  # [group, start, end]
+    index: Counts = np.where(_FROM_START, rates, -np.inf).max(axis=2)
     return index

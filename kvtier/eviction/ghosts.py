@@ -1,7 +1,7 @@
 """What is remembered of blocks that are gone, in a fixed number of bytes.
 
 Each hash has one place in a table, and the last block to go takes it: forgetting is by chance, slower the larger the
-table. Used by the queue.
+table. A mark is 64 bits of a hash, never 0; two blocks of one mark cost a wrong guess, nothing else. Used by the queue.
 """
 
 from __future__ import annotations
@@ -29,24 +29,19 @@ class Ghosts:
     def put(self, block_hash: BlockHash, last_use: float, uses: int) -> None:
         """Remember a block."""
         if self._limit:
-            mark = _mark(block_hash)
+            mark = int.from_bytes(block_hash[:8], "little") or 1
             place = mark % self._limit
             self._marks[place] = mark
             self._last_uses[place] = last_use
-            self._uses[place] = min(uses, USES_MAX)
+            self._uses[place] = uses if uses < USES_MAX else USES_MAX
 
     def take(self, block_hash: BlockHash) -> tuple[float, int] | None:
         """(last use, uses) of a block if it is remembered; it is no ghost any more."""
         if not self._limit:
             return None
-        mark = _mark(block_hash)
+        mark = int.from_bytes(block_hash[:8], "little") or 1
         place = mark % self._limit
         if self._marks[place] != mark:
             return None
         self._marks[place] = 0
         return self._last_uses[place], self._uses[place]
-
-
-def _mark(block_hash: BlockHash) -> int:
-    """64 bits of a hash, never 0; two blocks of one mark cost a wrong guess, nothing else."""
-    return int.from_bytes(block_hash[:8], "little") or 1

@@ -127,7 +127,8 @@ class EvictionQueue:
             return []
         self._apply_notes()
         taken = order.take(count, self._now)
-        stamps, uses, owners, remembers = self._stamps, self._uses, self._owners, self._policy.ghost_share > 0
+        stamps, uses, owners, remember = self._stamps, self._uses, self._owners, self._ghosts.put
+        remembers = self._policy.ghost_share > 0
         for _, (_, _, _, block_hash) in taken:
             del stamps[block_hash]
             use = uses.pop(block_hash)
@@ -135,8 +136,9 @@ class EvictionQueue:
                 for other in self._orders_of(block_hash):
                     if other is not order:
                         other.discard(use)
-            if remembers or block_hash in owners:
                 self._forget(block_hash, use)
+            elif remembers:
+                remember(block_hash, use.last_use, use.uses)
         order.taken_out(taken)
         return [entry[3] for _, entry in taken]
 

@@ -38,7 +38,8 @@ class ExpectedReuse:
 
     def group(self, use: BlockUse) -> int:
         """Number of uses less one, up to the last group."""
-        return min(use.uses, GROUP_COUNT) - 1
+        uses = use.uses
+        return uses - 1 if uses < GROUP_COUNT else GROUP_COUNT - 1
 
     def value(self, group: int, age_s: float, share: float) -> float:  # noqa: ARG002
         """Expected reuses per second of space."""
