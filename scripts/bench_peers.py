@@ -33,7 +33,7 @@ sys.path.insert(0, str(ROOT))
 from bench import engine_run, llama_cpp_run, random_llama  # noqa: E402
 from bench.results import TRANSFORMERS, UNTIERED, decode_limit  # noqa: E402
 from bench.transformers_run import StaticDecode, load_model  # noqa: E402
-from bench.workload import Settings, Workload  # noqa: E402
+from bench.workload import Settings, Workload, prefill_limit  # noqa: E402
 
 from kvtier import Engine, machine  # noqa: E402
 from kvtier.cli.paragraphs import Paragraphs  # noqa: E402
@@ -61,6 +61,13 @@ class Case(NamedTuple):
 
     def __str__(self) -> str:
         return f"batch {self.batch}, context {self.context}, {'shared' if self.shared else 'distinct'} prompts"
+
+
+class Limit(NamedTuple):
+    """Tokens a second at most: weights and KV read once a step; products at torch's rate, attention at half of it."""
+
+    decode: float
+    prefill: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +122,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def measure(
     options: argparse.Namespace, cache: Path, folder: Path, progress: Progress
-) -> tuple[list[Line], dict[Case, float]]:
+) -> tuple[list[Line], dict[Case, Limit]]:
     """Every case; the systems take turns, round after round."""
     cases = [Case(batch, context, shared) for batch, context in CASES for shared in ([False, True][: 1 + (batch > 1)])]
     cases = [case for case in cases if case.context <= 1024 or not options.quick]
@@ -131,16 +138,17 @@ def measure(
         tuple({case.batch for case in cases}), tuple({case.context for case in cases}), options.tokens, options.rounds,
     )  # fmt: skip
     workload = Workload(settings)
-    read_bytes_s = machine.memory_read_bytes_s()
+    read_bytes_s, flops_s = machine.memory_read_bytes_s(), machine.matmul_flops_s(torch.bfloat16)
     model = None if options.no_transformers else load_model(checkpoint, "bfloat16")
     lines: list[Line] = []
-    limits: dict[Case, float] = {}
+    limits: dict[Case, Limit] = {}
     progress.update(task, total=len(cases) * options.rounds, completed=0)
     with engine_run.open_engine(workload, workload.hbm_bytes(), 0, settings.cache_directory) as engine:
         for case in cases:
             progress.update(task, description=str(case))
             kv_bytes = (case.context + options.tokens // 2) * workload.layout.token_bytes
-            limits[case] = decode_limit(workload.weights_bytes, kv_bytes, case.batch, read_bytes_s)
+            decode = decode_limit(workload.weights_bytes, kv_bytes, case.batch, read_bytes_s)
+            limits[case] = Limit(decode, prefill_limit(workload.config, case.context, flops_s))
             runs = _systems(case, engine, model, workload, options)
             if binary is not None and gguf is not None:
                 runs[LLAMA_CPP] = _llama_cpp(case, binary, gguf, options)
@@ -224,36 +232,48 @@ def best_other(lines: list[Line], case: Case, ours: list[float], what: Callable[
     return f"{median(ratios):.2f} x {best.system} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
-def show(console: Console, lines: list[Line], limits: dict[Case, float]) -> None:
+def show(console: Console, lines: list[Line], limits: dict[Case, Limit]) -> None:
     """The table."""
-    table = Table("case", "system", "decode tokens/s", "limit", "beside the best other", "prefill tokens/s", "beside")
+    names = (
+        "case",
+        "system",
+        "decode tokens/s",
+        "limit",
+        "beside the best other",
+        "prefill tokens/s",
+        "limit",
+        "beside",
+    )
+    table = Table(*names)
     for line in lines:
         mine = line.system == UNTIERED
         table.add_row(
             str(line.case) if mine else "",
             line.system,
             f"{median(line.decode):.1f}",
-            f"{limits[line.case]:.0f}" if mine else "",
+            f"{limits[line.case].decode:.0f}" if mine else "",
             best_other(lines, line.case, line.decode, lambda other: other.decode) if mine else "",
             f"{median(line.prefill):.0f}" if line.prefill else "",
+            f"{limits[line.case].prefill:.0f}" if mine else "",
             best_other(lines, line.case, line.prefill, lambda other: other.prefill) if mine else "",
         )
     console.print(f"{machine.cpu_name()}, load {os.getloadavg()[0]:.1f}")
     console.print(table)
 
 
-def plain(line: Line, limits: dict[Case, float]) -> dict[str, object]:
+def plain(line: Line, limits: dict[Case, Limit]) -> dict[str, object]:
     """For JSON."""
     return {
         "system": line.system,
         **line.case._asdict(),
         "decode_tokens_s": line.decode,
         "prefill_tokens_s": line.prefill,
-        "limit_tokens_s": limits[line.case],
+        "limit_tokens_s": limits[line.case].decode,
+        "prefill_limit_tokens_s": limits[line.case].prefill,
     }
 
 
-def plot(lines: list[Line], limits: dict[Case, float], path: Path) -> None:
+def plot(lines: list[Line], limits: dict[Case, Limit], path: Path) -> None:
     """A bar for each system and case, with the limit of memory as a mark."""
     import matplotlib as mpl
 
@@ -269,7 +289,7 @@ def plot(lines: list[Line], limits: dict[Case, float], path: Path) -> None:
         axes.bar([x + index * width for x in range(len(heights))], heights, width, label=system)
     for x, case in enumerate(cases):
         label = "limit of this machine" if x == 0 else "_"
-        axes.hlines(limits[case], x - width / 2, x + 0.8 - width / 2, colors="black", label=label)
+        axes.hlines(limits[case].decode, x - width / 2, x + 0.8 - width / 2, colors="black", label=label)
     axes.set_xticks([x + 0.4 - width / 2 for x in range(len(cases))], [str(case) for case in cases], rotation=15)
     axes.set_ylabel("decode, tokens a second")
     axes.legend()

@@ -101,6 +101,17 @@ class Workload:
         }
 
 
+def prefill_limit(config: ModelConfig, tokens: int, flops_s: float) -> float:
+    """Tokens a second if a prompt only took its matrix products at `flops_s`, and its attention at half of that.
+
+    The head is left out: the last token alone needs it. A query attends to half of the prompt in the mean.
+    """
+    width = config.heads * config.head_dim
+    weights = config.hidden * (2 * width + 2 * config.kv_heads * config.head_dim + 3 * config.intermediate)
+    linear, attention = 2 * weights * tokens, 2 * width * tokens**2
+    return tokens * flops_s / (config.layers * (linear + 2 * attention))
+
+
 def _weights_bytes(folder: Path, config: ModelConfig, layout: KVLayout) -> int:
     """Bytes of the weights in the benchmark's dtype."""
     stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))

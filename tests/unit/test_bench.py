@@ -60,6 +60,21 @@ def test_a_decode_limit_reads_the_weights_once_for_the_whole_batch() -> None:
     assert decode_limit(100, 10, 1, 0.0) == 0.0
 
 
+def test_a_prefill_limit_counts_every_product_and_attention_twice(tmp_path: Path) -> None:
+    from bench.workload import prefill_limit
+    from tiny import make_checkpoint
+
+    from kvtier.models.config import ModelConfig
+
+    config = ModelConfig.from_folder(make_checkpoint(tmp_path / "model"))
+    width, kv, tokens = config.heads * config.head_dim, config.kv_heads * config.head_dim, 100
+    layer = 2 * tokens * config.hidden * (width + kv + kv) + 2 * tokens * width * config.hidden
+    layer += 3 * 2 * tokens * config.hidden * config.intermediate
+    scores = sum(2 * config.head_dim * (place + 0.5) for place in range(tokens))  # and as many for the weighted sum
+    seconds = config.layers * (layer / 1e9 + 2 * config.heads * scores / 0.5e9)
+    assert prefill_limit(config, tokens, 1e9) == pytest.approx(tokens / seconds)
+
+
 def test_ratios_are_those_of_the_rounds_not_of_the_medians() -> None:
     from bench.results import TIERED, TRANSFORMERS, UNTIERED, compare, cost_percent
 
