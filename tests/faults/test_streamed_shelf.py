@@ -147,9 +147,13 @@ def kill_keeper(cache: Path) -> int:
     return keeper
 
 
-def test_cancelled_in_mid_pass_it_keeps_its_rows_until_the_pass_is_over_and_then_gives_all_back(start: Start) -> None:
+def test_cancelled_in_mid_pass_it_keeps_its_rows_until_the_pass_is_over_and_then_gives_all_back(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier.loop.PUBLISH_S", 0.0)
     engine, other = start(), start()
     streaming = Streaming(engine)
+    assert engine.metrics.streamed_requests.value() == 1
     streaming.handle.cancel()
     overwrite(other)
     assert len(leased(engine)) >= len(PROMPT) // BLOCK - HBM_BLOCKS and not streaming.sink.done.is_set()
@@ -157,7 +161,8 @@ def test_cancelled_in_mid_pass_it_keeps_its_rows_until_the_pass_is_over_and_then
     assert streaming.sink.final().finish_reason is FinishReason.CANCELLED
     wait_for(lambda: engine.stats()["dram_held"] == 0)
     wait_for(lambda: not any(entry.leases for entry in slots(engine)))
-    assert engine.stats()["streamed_dram_bytes"] > 0
+    wait_for(lambda: engine.metrics.streamed_requests.value() == 0)
+    assert engine.stats()["streamed_dram_bytes"] == engine.metrics.streamed_bytes.value("dram") > 0
 
 
 def test_a_keeper_that_is_killed_in_mid_pass_costs_no_row_that_is_attended(
