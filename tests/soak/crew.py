@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from kvtier.eviction.reuse import ExpectedReuse
 from kvtier.keeper.server import SOCKET_NAME
 from tests.nursery import Nursery, Worker
 from tests.own_time import starved_s
@@ -33,7 +34,7 @@ class Crew:
         self.path = path
         self._own_nursery = nursery is None
         self.nursery = nursery if nursery is not None else Nursery()
-        self._setting = {"linger_s": 1.0} | setting
+        self._setting = {"linger_s": 1.0, "policy": ExpectedReuse.name} | setting
         self.published: dict[str, list[tuple[int, int]]] = {tier: [] for tier in BOTH}
         """(seed, count) of chains whose first blocks are published."""
         self.engines: list[Worker] = []
