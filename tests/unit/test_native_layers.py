@@ -220,7 +220,8 @@ def test_only_kernels_of_one_set_are_run_in_one_call(tmp_path: Path) -> None:
 
 def test_kernels_and_weights_live_as_long_as_the_layers_that_use_them(tmp_path: Path) -> None:
     decoder = load(make_checkpoint(tmp_path), "float32", "auto", 2)
-    ids, positions, batch = PagedSequences(decoder, blocks=2).prepare([(0, [1, 2, 3])])
+    paged = PagedSequences(decoder, blocks=2)
+    ids, positions, batch = paged.prepare([(0, [1, 2, 3])])
     expected, found = decoder.begin(ids, positions), decoder.begin(ids, positions)
     decoder.run_layers(expected, range(3), batch)
     native = layers_of(decoder)
