@@ -15,7 +15,7 @@ from pathlib import Path
 
 from kvtier.block import Tier
 from kvtier.io.faulty import Call, Effect, Fault, FaultyCalls
-from kvtier.keeper import seat
+from kvtier.keeper import published, seat
 from kvtier.keeper.opening import TIERS, SharedShelves
 from kvtier.keeper.shared import SharedBooks
 from kvtier.keeper.wire import PROTOCOL_VERSION
@@ -50,6 +50,8 @@ class Setting:
     """Its NVMe rows move by calls of threads, each of which a tracer sees, and not by io_uring."""
     faulty: bool = False
     """Its rows move through the seam for faults, so that they can hang; else as in production."""
+    answer_s: float = published.ANSWER_S
+    """How long a row that it has written waits for a keeper to take it."""
 
 
 class EngineCommands:
@@ -57,6 +59,7 @@ class EngineCommands:
 
     def __init__(self, setting: Setting) -> None:
         vars(seat)["PROTOCOL_VERSION"] = setting.protocol
+        vars(published)["ANSWER_S"] = setting.answer_s
         self._steps = Steps(setting.kill_at)
         self._steps.watch(ENGINE_STEPS)
         self._bell = Bell()

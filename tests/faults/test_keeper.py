@@ -36,8 +36,8 @@ def start(tmp_path: Path, nursery: Nursery) -> Iterator[Start]:
     """Starts workers on one cache directory; all are closed in the end, and the keeper has left by then."""
     workers: list[Worker] = []
 
-    def start_one(*arguments: float, opened: bool = True, linger_s: float = 2.0, faulty: bool = False) -> Worker:
-        workers.append(nursery.engine(tmp_path / "cache", *arguments, linger_s=linger_s, faulty=faulty))  # type: ignore[arg-type]
+    def start_one(*arguments: float, opened: bool = True, linger_s: float = 2.0, **more: object) -> Worker:
+        workers.append(nursery.engine(tmp_path / "cache", *arguments, linger_s=linger_s, **more))  # type: ignore[arg-type]
         if opened:
             assert workers[-1]("open", 60, 2) == list(BOTH)
         return workers[-1]
@@ -110,7 +110,7 @@ def test_a_killed_keeper_is_replaced_and_both_tiers_are_warm(start: Start) -> No
 
 
 def test_reads_and_begun_writes_outlive_a_keeper_that_is_killed_meanwhile(start: Start) -> None:
-    a, b = start(faulty=True), start()
+    a, b = start(faulty=True, answer_s=60.0), start()  # the next keeper may be slow to start
     for tier in BOTH:
         assert a("write", tier, 1, 0, 20, 60) == 20 and b("known", tier, 1, 0, 20, 60) == 20
     for tier in BOTH:
