@@ -172,8 +172,8 @@ def spent_frame(shape: JournalShape, hour: int, spent_bytes: int) -> bytes:
 
 
 def newest_hours(spent: Mapping[int, int]) -> dict[int, int]:
-    """Those that are kept."""
-    return dict(sorted(spent.items())[-HOURS_MAX:]) if len(spent) > HOURS_MAX else dict(spent)
+    """Those that are kept: not those without spending, or a clock that was ahead for a day would have them all."""
+    return dict(sorted((hour, amount) for hour, amount in spent.items() if amount)[-HOURS_MAX:])
 
 
 def _seed(epoch: bytes) -> int:

@@ -18,6 +18,7 @@ from kvtier.io.faulty import Call, Effect, Fault, FaultyCalls
 from kvtier.journal import SPARE_NAME, Journal
 from kvtier.record import Grant, Record, tenant_digest
 from kvtier.replay import HOURS_MAX, JOURNAL_NAME, JOURNAL_VERSION, SEARCH_PASSES, JournalShape, ReplayState, replay
+from kvtier.write_budget import HOUR_S, WriteBudget
 from tests.own_time import own_time
 from tests.rows import block_hashes
 
@@ -124,6 +125,20 @@ def test_a_journal_of_an_older_version_is_foreign_and_impossible_numbers_are_dam
         journal = disk.journal()
         journal.spent(hour, spent_bytes)
         assert journal.close(60.0) and replay(disk.folder, SHAPE).state is ReplayState.DAMAGED
+
+
+def test_what_was_spent_comes_back_though_the_clock_was_days_ahead_for_days(disk: Disk) -> None:
+    journal = disk.journal()
+    now, ahead = 1000 * HOUR_S, 5000 * HOUR_S
+    budget = WriteBudget(1 << 40, 100, now, {}, journal)
+    for generation, unix_s in enumerate([now, *(ahead + hour * HOUR_S for hour in range(2 * HOURS_MAX)), now], 1):
+        budget.advance(unix_s)
+        budget.spend([Grant(0, generation)])
+    assert journal.close(10.0)
+    spent = replay(disk.folder, SHAPE).spent
+    assert sum(spent.values()) == WriteBudget(1 << 40, 100, now, spent).spent_bytes == budget.spent_bytes > 0
+    again = Journal(disk.folder, SHAPE, disk.slab, [], 0, spent=spent)
+    assert again.close(10.0) and replay(disk.folder, SHAPE).spent == spent, "through a rewrite, too"
 
 
 def test_generations_survive_a_rewrite_though_nothing_holds_them(disk: Disk) -> None:
