@@ -66,6 +66,7 @@ class Journal:
         self._descriptor = -1
         self._file_bytes = 0
         self._failing = False
+        self._make_room()
         self._thread = threading.Thread(target=self._work, name="kvtier-journal", daemon=True)
         self._thread.start()
 
@@ -106,6 +107,17 @@ class Journal:
             self._changed.notify()
         self._thread.join(deadline_s)
         return not self._thread.is_alive()
+
+    def _make_room(self) -> None:
+        """Let go of what would, beside the first rewrite, take more than is this journal's: it was of a longer slab.
+
+        Until that rewrite is done rows are found by their headers alone.
+        """
+        with contextlib.suppress(OSError):
+            os.unlink(SPARE_NAME, dir_fd=self._folder)
+        with contextlib.suppress(OSError):
+            if os.stat(JOURNAL_NAME, dir_fd=self._folder).st_size > self._shape.file_bytes_max:
+                os.unlink(JOURNAL_NAME, dir_fd=self._folder)
 
     def _gone(self, kind: FrameKind, grants: Sequence[Grant]) -> None:
         frame = gone_frame(self._shape, kind, grants)

@@ -141,6 +141,26 @@ def test_what_was_spent_comes_back_though_the_clock_was_days_ahead_for_days(disk
     assert again.close(10.0) and replay(disk.folder, SHAPE).spent == spent, "through a rewrite, too"
 
 
+def test_the_journal_of_a_longer_slab_takes_no_place_beside_its_rewrite(disk: Disk) -> None:
+    disk.file.write_bytes(bytes(SHAPE.total_bytes_max + 1))
+    (disk.path / SPARE_NAME).write_bytes(bytes(SHAPE.file_bytes_max))
+    calls = FaultyCalls([Fault(Call.WRITE, 1, Effect.HANG)])
+    journal = disk.journal([record(0, 1)], calls=calls)
+    assert size_of(disk.file) + size_of(disk.path / SPARE_NAME) <= SHAPE.total_bytes_max
+    calls.release()
+    assert journal.close(10.0) and disk.kept() == [record(0, 1)]
+
+
+def test_a_journal_within_its_bound_is_there_until_its_rewrite_is(disk: Disk) -> None:
+    assert disk.journal([record(0, 1)]).close(10.0)
+    calls = FaultyCalls([Fault(Call.WRITE, 1, Effect.HANG)])
+    journal = disk.journal([record(0, 1)], calls=calls)
+    wait_until(lambda: calls.count(Call.WRITE))
+    assert disk.kept() == [record(0, 1)]
+    calls.release()
+    assert journal.close(10.0)
+
+
 def test_generations_survive_a_rewrite_though_nothing_holds_them(disk: Disk) -> None:
     journal = disk.journal()
     journal.reserved([Grant(1, 70)])
