@@ -176,7 +176,7 @@ class EngineLoop:
         moved = self._stream(time.monotonic(), alone=not plan) if self._turns is not None else False
         self._drains.work_off(now, self._closing)
         self._publish(now, idle=not plan and (self._turns is None or self._turns.deadline is None))
-        if not (plan or moved):
+        if not (plan or moved or given_up):
             self._sleep(now)
 
     def _take_in(self) -> None:

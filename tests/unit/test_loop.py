@@ -233,6 +233,26 @@ def test_a_sequence_that_is_given_up_when_it_has_been_planned_is_not_run(
     assert setup.events[1][-1].finish_reason is FinishReason.LENGTH and len(given_up) == 1
 
 
+def test_what_is_given_up_is_there_for_who_waits_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.loop.WAIT_S", 3600.0)
+    setup = Setup(tmp_path)
+    for number in range(5):
+        setup.loop.add(setup.sequence(number), live_max=5)
+    setup.bell.wait(0.0)  # nobody rings from now on
+    scheduler, given_up = setup.loop._scheduler, list[tuple[Sequence, str]]()
+
+    def take_stalled() -> list[tuple[Sequence, str]]:
+        found = [(one, "lost again") for one in scheduler.sequences if one.number < 4 and not given_up]
+        given_up.extend(found)
+        return found
+
+    monkeypatch.setattr(scheduler, "take_stalled", take_stalled)
+    setup.loop.start()
+    setup.wait(5)
+    setup.close()
+    assert len(given_up) == 4 and setup.events[4][-1].finish_reason is FinishReason.LENGTH
+
+
 class ShutModel(FakeModel):
     """A model whose passes wait until they are let."""
 
