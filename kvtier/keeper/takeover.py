@@ -160,6 +160,7 @@ def open_nvme(
         seen = [record.generation for record in found.records] + [entry.generation for entry in entries]
         floor = max([found.generation, *seen]) + GENERATION_GAP
         journal = Journal(folder, shape, slab.descriptor, records, floor, spent=found.spent)
+        undo.callback(journal.close, CLOSE_S)  # before its descriptors are somebody else's
         budget = WriteBudget(terms.write_bytes_day, form.slot_bytes, time.time(), found.spent, journal)
         limits = terms.limits(slot_count, form.slot_bytes)
         ledger = Ledger(NVME, slab, form.slice_count, table, journal, floor, policy, limits, budget)

@@ -202,6 +202,21 @@ def test_books_that_lack_a_thread_leave_no_descriptor(tmp_path: Path) -> None:
     cache.close()
 
 
+def test_books_that_fail_at_last_leave_no_journal_to_write_into_other_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> bool:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("kvtier.keeper.takeover.is_locked", refuse)
+    cache = CacheDirectory(tmp_path / "cache", 0.0)
+    before, ours, form = descriptors(), threads(), row_format(LAYOUT, NAMESPACE)
+    with pytest.raises(OSError, match=os.strerror(errno.ENOLCK)):
+        open_nvme(cache, layout_name(LAYOUT), form, LeastRecentlyUsed, STANDARD, NVME_BYTES, None, 0.0)
+    assert (descriptors(), threads()) == (before, ours)
+    cache.close()
+
+
 def test_a_keeper_without_descriptors_says_so_once_and_keeps_nobody_waiting(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
