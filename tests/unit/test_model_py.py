@@ -23,7 +23,7 @@ from kvtier.door import OUTPUTS, DoorRequest
 from kvtier.errors import InvalidRequest, Unavailable
 from kvtier.metrics import Metrics
 from kvtier.request import FinishReason, Origin, Request, TokenEvent, Usage
-from tests.engines import CONTEXT, wait_for
+from tests.engines import CONTEXT, Gate, wait_for
 from tests.tiny import make_checkpoint
 
 MODEL_FILE = Path(__file__).parents[2] / "model_repository" / "smollm2" / "1" / "model.py"
@@ -279,13 +279,19 @@ def test_what_runs_at_the_end_is_answered_as_cancelled_once(model: Any, checkpoi
     wanted = {"max_tokens": np.array([[400]], np.int32), "return_finish_reason": np.array([[True]])}
     sampling = np.array([[b'{"ignore_eos": true}']], dtype=np.object_)
     requests = [FakeRequest(input_ids=ids(1, 3), sampling_parameters=sampling, **wanted) for _ in range(8)]
+    gate = Gate(loaded._engine)
     loaded.execute(requests)
-    loaded.finalize()
+    ending = threading.Thread(target=loaded.finalize)
+    ending.start()
+    wait_for(lambda: not loaded._engine.healthy)
+    gate.open()
+    ending.join(60)
+    assert not ending.is_alive()
     reasons = set()
     for request in requests:
         assert request.sender.done.is_set(), "no FINAL"
         reasons.add(request.sender.responses[-1].tensors["finish_reason"].item())
-    assert b"cancelled" in reasons
+    assert reasons == {b"cancelled"}
     assert MetricFamily.made["kvtier_engine_up"].value == 0
 
 
