@@ -11,10 +11,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -252,11 +254,18 @@ def test_rows_on_nvme_are_kept_while_others_write_and_the_keeper_is_replaced(
         "tiers__nvme__bytes": DRAM_BLOCKS * SLOT_BYTES + 100_000,
     }
     engine, other = start(**less), start(**less)
-    sink = Sink()
+    sink, killed, run_layers = Sink(), threading.Event(), engine._runner.run_layers
+
+    def run_layers_later(*arguments: Any) -> None:
+        assert killed.wait(60)
+        run_layers(*arguments)
+
+    engine._runner.run_layers = run_layers_later  # type: ignore[method-assign]
     engine.submit(Request(PROMPT, PARAMS), sink)
     wait_for(lambda: engine.stats()["nvme_held"] > 10)
     before = keepers(tmp_path / "cache")
     kill_keeper(tmp_path / "cache")
+    killed.set()
     other.generate(OTHERS, SamplingParams(max_tokens=1, temperature=0.0))
     assert sink.final().finish_reason is FinishReason.LENGTH and sink.token_ids == expected
     assert engine.stats()["streamed_nvme_bytes"] > 0 and keepers(tmp_path / "cache") != before
