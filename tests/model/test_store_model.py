@@ -292,13 +292,14 @@ def test_every_hit_holds_its_bytes_whatever_happens_below(
     tiers.close()
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
-def test_the_same_holds_with_real_threads_and_a_journal(seed: int, tmp_path: Path, clock: Clock) -> None:
+@pytest.mark.parametrize(("seed", "faulty"), [(0, True), (2, False), pytest.param(1, True, marks=pytest.mark.long)])
+def test_the_same_holds_with_real_threads_and_a_journal(seed: int, faulty: bool, tmp_path: Path, clock: Clock) -> None:
+    """Without faults rows move as in production: those of DRAM within memory, those of NVMe by io_uring."""
     print("seed", seed)
     arena, metrics = HbmArena(LAYOUT, HBM), Metrics()
     store = Store(LAYOUT, arena, LeastRecentlyUsed, metrics, NvmePolicy.THROUGH, CostModel(LAYOUT, 2.0))
     io = IoConfig(readers=2, writers=2, in_flight_max=8)
-    calls = FaultyCalls(seeded_faults(seed, count=40, nth_max=800))
+    calls = FaultyCalls(seeded_faults(seed, count=40, nth_max=800)) if faulty else None
     slot_bytes = LAYOUT.row_bytes + 4096
     store.add_shelf(open_dram_shelf(LAYOUT, NAMESPACE, DRAM * slot_bytes, io, lambda: None, calls=calls))
     nvme = open_nvme_shelf(LAYOUT, NAMESPACE, tmp_path / "cache", 1 << 19, io, lambda: None, calls=calls)
@@ -314,5 +315,6 @@ def test_the_same_holds_with_real_threads_and_a_journal(seed: int, tmp_path: Pat
         time.sleep(0.001)
     oracle.check()
     assert min(oracle.hits[tier] for tier in Tier) > 0, oracle.hits
-    assert calls.count(Call.READ) > 100 and store.available_count == HBM
+    assert calls is None or calls.count(Call.READ) > 100
+    assert store.available_count == HBM
     store.close(60.0)
