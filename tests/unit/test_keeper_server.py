@@ -173,8 +173,10 @@ def test_an_impossible_greeting_is_refused(call: Call, changes: dict[str, object
 
 
 def test_64_engines_are_served_and_the_65th_is_refused_until_one_has_gone(call: Call) -> None:
-    callers = [call() for _ in range(OWNERS_MAX)]
-    assert [caller.join() for caller in callers] == list(range(OWNERS_MAX))
+    callers: list[Caller] = []
+    for number in range(OWNERS_MAX):  # one by one: who dawdles is hung up on
+        callers.append(call())
+        assert callers[-1].join() == number
     late = call()
     late.say(HELLO)
     answer = late.hear()
