@@ -15,13 +15,15 @@ import struct
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from kvtier.keeper.frames import Frames, WireError, frame
+from kvtier.keeper.frames import FRAME_BYTES_MAX, Frames, WireError, frame
 from kvtier.keeper.operator_wire import QUESTION_DECODER, Answer, Question
 from kvtier.keeper.wire import KEEPER_DECODER, HeldGrants, ToEngine, ToKeeper
 
 READ_BYTES = 256 << 10
 QUEUE_BYTES_MAX = 64 << 20
 CHUNK_BYTES = 256 << 10
+GREETING_BYTES_MAX = 16 << 10
+"""What is kept of the first message of somebody who may never end it; a greeting has less than 1 KiB."""
 FLUSH_BYTES = 1 << 20
 """What one engine is written in one turn: a long snapshot must not keep the others waiting."""
 DESCRIPTORS_MAX = 4
@@ -98,7 +100,8 @@ class Connection:
                 data = self.link.recv(READ_BYTES)
             if not data:
                 raise ConnectionResetError
-            return list(self._frames.feed(data)), descriptors
+            known = self.owner is not None or self.operates
+            return list(self._frames.feed(data, FRAME_BYTES_MAX if known else GREETING_BYTES_MAX)), descriptors
         except BlockingIOError:
             return [], descriptors
         except (WireError, OSError):

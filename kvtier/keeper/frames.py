@@ -39,14 +39,14 @@ class Frames(Generic[Item]):
         self._decoder = decoder
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> Iterator[Item]:
-        """The messages that are whole with `data`. Raises WireError at the first that is none."""
+    def feed(self, data: bytes, length_max: int = FRAME_BYTES_MAX) -> Iterator[Item]:
+        """The messages that are whole with `data`. Raises WireError at the first that is none, or longer than that."""
         self._buffer += data
         start = 0
         try:
             while len(self._buffer) - start >= _LENGTH.size:
                 (length,) = _LENGTH.unpack_from(self._buffer, start)
-                if length > FRAME_BYTES_MAX:
+                if length > length_max:
                     raise WireError(f"a frame of {length} bytes")
                 end = start + _LENGTH.size + length
                 if len(self._buffer) < end:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
+import threading
 from collections.abc import Iterator
 
 import pytest
 
 from kvtier.keeper import connection as module
 from kvtier.keeper.connection import Connection
-from kvtier.keeper.frames import Frames, frame
-from kvtier.keeper.wire import ENGINE_DECODER, PROTOCOL_VERSION, Gone, Stop
+from kvtier.keeper.frames import Frames, WireError, frame
+from kvtier.keeper.wire import ENGINE_DECODER, PROTOCOL_VERSION, Gone, Held, Stop
 
 Pair = tuple[Connection, socket.socket]
 
@@ -91,3 +93,24 @@ def test_descriptors_of_broken_messages_are_closed(pair: Pair) -> None:
         except module.WireError:
             pass
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_of_a_first_message_no_more_is_kept_than_a_greeting_has(pair: Pair) -> None:
+    connection, far = pair
+    far.sendall(struct.pack("<I", module.GREETING_BYTES_MAX + 1) + bytes(100))
+    with pytest.raises(WireError, match="a frame of"):
+        connection.receive()
+
+
+def test_who_is_known_may_send_messages_of_any_length(pair: Pair) -> None:
+    connection, far = pair
+    connection.owner = 1
+    long = frame(Held([(0, slot, slot) for slot in range(20_000)], []))
+    assert len(long) > module.GREETING_BYTES_MAX
+    sender = threading.Thread(target=far.sendall, args=(long,))
+    sender.start()
+    heard: list[object] = []
+    while not heard:
+        heard += connection.receive()[0]
+    sender.join()
+    assert isinstance(heard[0], Held) and len(heard[0].grants) == 20_000
