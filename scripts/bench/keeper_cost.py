@@ -120,7 +120,14 @@ if __name__ == "__main__":
     parser.add_argument("--blocks", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--policy", choices=list(POLICIES), default="reuse", help="default: %(default)s, the product's")
-    parser.add_argument("--tier", type=Tier, choices=[Tier.DRAM, Tier.NVME], default=Tier.DRAM, help="default: dram")
+    parser.add_argument(
+        "--tier",
+        type=Tier,
+        choices=[Tier.DRAM, Tier.NVME],
+        default=Tier.DRAM,
+        metavar="{dram,nvme}",
+        help="default: dram",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
     options = parser.parse_args()
     times, slot_bytes = main(options.blocks, options.rounds, options.policy, options.tier), mirror_bytes(options.blocks)
