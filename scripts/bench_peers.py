@@ -39,12 +39,13 @@ from kvtier import Engine, machine  # noqa: E402
 from kvtier.cli.paragraphs import Paragraphs  # noqa: E402
 
 LLAMA_CPP = "llama.cpp"
-CASES = ((1, 1024), (8, 1024), (1, 8192), (8, 8192))
+BATCHES, CONTEXTS = (1, 8), (1024, 8192)
 REST_S = 0.1
 EXAMPLES = """\
 examples:
   scripts/bench_peers.py --quick                      batch 1 and 8 at 1,024 tokens: two minutes
   scripts/bench_peers.py --json peers.json --plot peers.png
+  scripts/bench_peers.py --batches 1 --contexts 8192 --rounds 1   one case
   scripts/bench_peers.py --no-llama-cpp               where there is no compiler; else it is built once, 11 CPU minutes
 
 Distinct: each sequence has a prompt of its own. Shared: all have the same prompt, which kvtier and llama.cpp keep once.
@@ -113,6 +114,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--tokens", type=int, default=64, metavar="N", help="of each answer (default: %(default)s)")
     add("--rounds", type=int, default=3, metavar="N", help="turns of each system (default: %(default)s)")
     add("--quick", action="store_true", help="1,024 tokens of context only")
+    add("--batches", type=int, nargs="+", choices=BATCHES, default=BATCHES, metavar="N", help="default: 1 8")
+    add("--contexts", type=int, nargs="+", choices=CONTEXTS, default=CONTEXTS, metavar="N", help="default: 1024 8192")
     add("--no-llama-cpp", action="store_true")
     add("--no-transformers", action="store_true")
     add("--json", type=Path, metavar="FILE")
@@ -124,8 +127,9 @@ def measure(
     options: argparse.Namespace, cache: Path, folder: Path, progress: Progress
 ) -> tuple[list[Line], dict[Case, Limit]]:
     """Every case; the systems take turns, round after round."""
-    cases = [Case(batch, context, shared) for batch, context in CASES for shared in ([False, True][: 1 + (batch > 1)])]
-    cases = [case for case in cases if case.context <= 1024 or not options.quick]
+    contexts = [context for context in options.contexts if context <= 1024 or not options.quick]
+    sizes = [(batch, context) for context in contexts for batch in options.batches]
+    cases = [Case(batch, context, shared) for batch, context in sizes for shared in ([False, True][: 1 + (batch > 1)])]
     task = progress.add_task("model", total=None)
     checkpoint = random_llama.make_checkpoint(cache / "models" / "random-llama")
     binary = gguf = None
