@@ -28,6 +28,7 @@ SUITES = (
     "test_ops.py",
     "test_few_rows.py",
     "test_native_layers.py",
+    "test_native_reading.py",
     "test_checksum.py",
     "test_uring.py",
 )
