@@ -20,19 +20,11 @@ def test_a_damaged_journal_costs_warmth_at_most(tmp_path: Path) -> None:
     assert prove("journal-corruption", tmp_path)["hits"] != 0
 
 
+@pytest.mark.parametrize(("check", "seen"), [("check_row", "handed out"), ("check_slices", "wrong slices")])
 @pytest.mark.parametrize("kind", DAMAGES)
-def test_the_proof_sees_a_bad_row_that_is_handed_out(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_proof_sees_what_is_bad_and_handed_out(
+    kind: str, check: str, seen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtier.transfers.check_row", lambda *_: Verdict.GOOD)
-    with pytest.raises(AssertionError, match="handed out"):
-        damage_rows(kind, 30, 2, tmp_path)
-
-
-@pytest.mark.parametrize("kind", DAMAGES)
-def test_the_proof_sees_bad_slices_that_are_handed_out(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvtier.transfers.check_slices", lambda *_: Verdict.GOOD)
-    with pytest.raises(AssertionError, match="wrong slices"):
+    monkeypatch.setattr(f"kvtier.transfers.{check}", lambda *_: Verdict.GOOD)
+    with pytest.raises(AssertionError, match=seen):
         damage_rows(kind, 30, 2, tmp_path)

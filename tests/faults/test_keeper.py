@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,8 +37,8 @@ def start(tmp_path: Path, nursery: Nursery) -> Iterator[Start]:
     """Starts workers on one cache directory; all are closed in the end, and the keeper has left by then."""
     workers: list[Worker] = []
 
-    def start_one(*arguments: float, opened: bool = True, linger_s: float = 2.0, **more: object) -> Worker:
-        workers.append(nursery.engine(tmp_path / "cache", *arguments, linger_s=linger_s, **more))  # type: ignore[arg-type]
+    def start_one(*arguments: Any, opened: bool = True, linger_s: float = 2.0, **more: Any) -> Worker:
+        workers.append(nursery.engine(tmp_path / "cache", *arguments, linger_s=linger_s, **more))
         if opened:
             assert workers[-1]("open", 60, 2) == list(BOTH)
         return workers[-1]

@@ -46,9 +46,8 @@ class TritonPythonModel:
         folder = (Path(args["model_repository"]) / args["model_version"]).resolve()
         model_config = json.loads(args["model_config"])
         self._batched = model_config["max_batch_size"] > 0
-        self._types = {
-            item["name"]: triton.triton_string_to_numpy(item["data_type"]) for item in model_config["output"]
-        }
+        outputs = model_config["output"]
+        self._types = {item["name"]: triton.triton_string_to_numpy(item["data_type"]) for item in outputs}
         with contextlib.ExitStack() as undo:
             self._engine = Engine(EngineConfig.load(folder / "engine.yaml", overrides(model_config, folder)))
             undo.callback(self._engine.close, CLOSE_S)
