@@ -37,9 +37,7 @@ bool few_rows_supported();
 
 void few_rows(Pool& pool, const FewRowsArguments& arguments);
 
-// Whether the CPU has the dot products, and AVX-512 as avx512_kernels() wants it.
-bool few_rows_dot_supported();
-
+// Only if dot_kernels().
 void few_rows_dot(Pool& pool, const FewRowsArguments& arguments);
 
 }  // namespace kvtier

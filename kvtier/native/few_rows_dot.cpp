@@ -157,8 +157,6 @@ void multiply_tiles(const FewRowsArguments& arguments, Span span, Sums* sums) {
 
 }  // namespace
 
-bool few_rows_dot_supported() { return avx512_kernels() && __builtin_cpu_supports("avx512bf16"); }
-
 void few_rows_dot(Pool& pool, const FewRowsArguments& arguments) {
     for (long row = 0; row < arguments.rows; row += GROUP_ROWS) pack(arguments, group_at(arguments, row));
     const long tiles = arguments.out_dim / TILE_COLUMNS;

@@ -4,15 +4,15 @@
 
 #include "tile.hpp"
 
-#include "attend_amx.hpp"
+#include "matrix_amx.hpp"
+
+#include "attend_bf16.hpp"
 
 namespace kvtier {
 
 const KernelTable* amx_kernels() {
     if (!__builtin_cpu_supports("avx512bf16")) return nullptr;
-    static const KernelTable table{"amx", UnitTask::TILE_QUERY_ROWS, attend, avx512_kernels()->norm, avx512_kernels()->rope,
-                                   avx512_kernels()->silu_mul, avx512_kernels()->add_bias, avx512_kernels()->widen,
-                                   avx512_kernels()->linear};
+    static const KernelTable table = table_of<MatrixUnit>("amx");
     return &table;
 }
 

@@ -11,6 +11,9 @@ std::vector<const KernelTable*> tables() {
 #ifdef KVTIER_AMX
     if (few_rows_supported() && amx_kernels()) found.push_back(amx_kernels());
 #endif
+#ifdef KVTIER_DOT
+    if (const KernelTable* table = dot_kernels()) found.push_back(table);
+#endif
 #ifdef KVTIER_X86
     if (const KernelTable* table = avx512_kernels()) found.push_back(table);
     if (const KernelTable* table = avx2_kernels()) found.push_back(table);
@@ -32,7 +35,7 @@ FewRows few_rows_of([[maybe_unused]] const KernelTable& table) {
     if (&table == amx_kernels()) return {FEW_ROWS, few_rows};
 #endif
 #ifdef KVTIER_DOT
-    if (&table == avx512_kernels() && few_rows_dot_supported()) return {FEW_ROWS_DOT, few_rows_dot};
+    if (&table == dot_kernels()) return {FEW_ROWS_DOT, few_rows_dot};
 #endif
     return {};
 }

@@ -157,6 +157,7 @@ struct KernelTable {
 const KernelTable* plain_kernels();
 const KernelTable* avx2_kernels();
 const KernelTable* avx512_kernels();
+const KernelTable* dot_kernels();
 const KernelTable* amx_kernels();  // only if few_rows_supported()
 
 }  // namespace kvtier

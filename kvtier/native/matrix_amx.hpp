@@ -1,46 +1,20 @@
 // Attention of up to 16 query rows over some positions of bf16 K and V, on the CPU's matrix unit (AMX).
 //
-// Scores are [token, lane], a lane being a row: K is the left side of its product as it lies, maxima and sums run along
-// lanes. V is the right side as it lies or, if it is to serve many rows, the left side once it is turned. Products of
-// bf16 are exact in fp32, sums are fp32, weights are rounded to bf16. Included by attend_amx.hpp; knows no tables.
+// K is the left side of its product as it lies. V is the right side as it lies or, if it is to serve many rows, the left
+// side once it is turned. Included by isa_amx.cpp before attend_bf16.hpp.
 #pragma once
 
-#include "ahead.hpp"
+#include "row_block.hpp"
 
 namespace kvtier {
 namespace {
 
-constexpr int BLOCK = 16;      // rows of a register of the unit: of tokens, of dims or of queries
-constexpr int DEPTH = 32;      // bf16 numbers in such a row
-constexpr int PLACES = 2 * SPAN;  // positions in a call at most
-
-// 2^x for x < 128, to about 1e-7: 2^floor(x) times the polynomial of least relative error for the rest. 0 for -inf.
-inline Floats power_of_two(Floats x) {
-    const Floats rest = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-    constexpr float FACTORS[] = {0.00898934f, 0.05582632f, 0.24015361f, 0.69315308f, 0.99999994f};
-    Floats sum = Simd::set(0.00187758f);
-    for (float factor : FACTORS) sum = Simd::fma(sum, rest, Simd::set(factor));
-    return Simd::scale_by_power(sum, x);
-}
-
-// Where K and V of each BLOCK places lie, as [BLOCK, depth].
-struct Places {
-    const bf16* keys[PLACES / BLOCK];
-    const bf16* values[PLACES / BLOCK];
-};
-
-// Lives on one thread, which owns the unit meanwhile. `begin` and `end` are multiples of DEPTH.
-class MatrixUnit {
+// Lives on one thread, which owns the unit meanwhile. product() is [dim, lane] if V is turned, else [even or odd dims,
+// lane, half of depth].
+class MatrixUnit : public RowBlock {
   public:
-    static long scratch_floats(int depth) {
-        return BLOCK * (depth + 2) + 3 * PLACES * BLOCK + PLACES * depth / 2;
-    }
-
-    // `lanes`: 1, 2, 4, 8 or 16 rows. `depth`: dims padded to a multiple of DEPTH. `turned`: needs 16 lanes.
     MatrixUnit(int lanes, int depth, bool turned, float scale, float* scratch)
-        : lanes_(lanes), depth_(depth), turned_(turned), scale_(scale), product_(scratch),
-          scores_(product_ + BLOCK * (depth + 2)), weights_(scores_ + PLACES * BLOCK),
-          values_(weights_ + 2 * PLACES * BLOCK) {
+        : RowBlock(lanes, depth, turned, scale, scratch) {
         // Registers: 0 sums [16, lanes]; 1 K or V as it lies; 2, 3 right sides [16, lanes]; 4, 5 sums and 6, 7 left sides
         // [even and odd weight of each lane, 64 bytes]. With 16 lanes all are alike.
         struct alignas(64) {
@@ -58,25 +32,10 @@ class MatrixUnit {
     MatrixUnit(const MatrixUnit&) = delete;
     MatrixUnit& operator=(const MatrixUnit&) = delete;
 
-    // [dim, lane] if V is turned, else [even or odd dims, lane, half of depth]; then for each of LANES lanes the largest
-    // score and the sum of the weights, those of a row in every lane that is its number modulo the lanes.
-    float* product() const { return product_; }
-    float* scores() const { return scores_; }
-
-    // Keeps V as [32 tokens][dim][pair of tokens].
-    void turn_values(const Places& places, int begin, int end, Ahead& ahead) {
-        for (int place = begin; place < end; place += DEPTH) {
-            const bf16 *low[BLOCK], *high[BLOCK];
-            for (int pair = 0; pair < BLOCK; ++pair) {
-                low[pair] = places.values[place / BLOCK + pair / 8] + pair % 8 * 2 * depth_;
-                high[pair] = low[pair] + depth_;
-            }
-            for (int dim = 0; dim < depth_; dim += DEPTH) {
-                Simd::turn_pairs(low, high, dim, values_ + place / 2 * depth_ + dim * BLOCK);
-                ahead.fetch();
-            }
-        }
-    }
+    // Where a word of two dims of a lane's query lies.
+    static int query_place(int lanes, int pair, int lane) { return pair * lanes + lane; }
+    // 32 dims of a row from what product() has in its two halves, each number in the lower half of a word.
+    static __m512i join_dims(__m512i even, __m512i odd) { return _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)); }
 
     // Unscaled scores of `queries` [pair of dims][lane], in words of two bf16.
     void score(const float* queries, const Places& places, int begin, int end, Ahead& ahead) {
@@ -103,36 +62,8 @@ class MatrixUnit {
         }
     }
 
-    // Weights e^(score - top) from the scores, with top and total of product().
-    void weigh(int begin, int end) {
-        const int first = begin * lanes_, last = end * lanes_;
-        Floats top = Simd::load(scores_ + first), top_2 = Simd::load(scores_ + first + LANES);
-        for (int i = first + 2 * LANES; i < last; i += 2 * LANES) {
-            top = Simd::max(top, Simd::load(scores_ + i));
-            top_2 = Simd::max(top_2, Simd::load(scores_ + i + LANES));
-        }
-        top = Simd::mul(join_lanes(Simd::max(top, top_2), Simd::max), Simd::set(scale_));
-        constexpr float LOG2_E = 1.44269504f;
-        const Floats factor = Simd::set(scale_ * LOG2_E);
-        const __mmask16 blind = _mm512_cmp_ps_mask(top, Simd::set(-INFINITY), _CMP_EQ_OQ);  // rows that see nothing
-        const Floats shift = _mm512_mask_mov_ps(Simd::mul(top, Simd::set(-LOG2_E)), blind, Simd::set(0.0f));
-        Floats total = Simd::set(0.0f), total_2 = total;
-        for (int i = first; i < last; i += 2 * LANES) {
-            const Floats a = power_of_two(Simd::fma(Simd::load(scores_ + i), factor, shift));
-            const Floats b = power_of_two(Simd::fma(Simd::load(scores_ + i + LANES), factor, shift));
-            total = Simd::add(total, a);
-            total_2 = Simd::add(total_2, b);
-            if (turned_) {  // [pair of tokens, lane], in words of two bf16
-                const __m512i low = _mm512_srli_epi32(rounded(a), 16);
-                _mm512_store_si512(weights_ + i / 2, _mm512_mask_mov_epi16(low, 0xaaaaaaaa, rounded(b)));
-            } else {
-                Simd::store(scores_ + i, a);
-                Simd::store(scores_ + i + LANES, b);
-            }
-        }
-        Simd::store(product_ + depth_ * lanes_, top);
-        Simd::store(product_ + depth_ * lanes_ + LANES, join_lanes(Simd::add(total, total_2), Simd::add));
-    }
+    // Weights from the scores, with top and total of product().
+    void weigh(int begin, int end) { return turned_ ? weigh_scores<true>(begin, end) : weigh_scores<false>(begin, end); }
 
     // product() = weights times V.
     void multiply(const Places& places, int begin, int end, Ahead& ahead) {
@@ -165,20 +96,6 @@ class MatrixUnit {
     }
 
   private:
-    static __m512i rounded(Floats x) {  // the upper half is x in bf16
-        return _mm512_add_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(0x8000));
-    }
-
-    // The largest or the sum of each row, for all its lanes.
-    template <class Join>
-    Floats join_lanes(Floats x, const Join& join) const {
-        const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-        for (int distance = lanes_; distance < LANES; distance *= 2) {
-            x = join(x, _mm512_permutexvar_ps(_mm512_xor_si512(lane, _mm512_set1_epi32(distance)), x));
-        }
-        return x;
-    }
-
     void multiply_turned(int begin, int end) {
         for (int dim = 0; dim < depth_; dim += 2 * DEPTH) {
             const bool four = depth_ - dim > DEPTH;
@@ -232,11 +149,6 @@ class MatrixUnit {
             }
         }
     }
-
-    const int lanes_, depth_;
-    const bool turned_;
-    const float scale_;
-    float *const product_, *const scores_, *const weights_, *const values_;
 };
 
 }  // namespace

@@ -250,9 +250,12 @@ def test_a_part_that_is_not_seen_weighs_nothing_whatever_it_holds() -> None:
     assert torch.equal(out, expected_out) and torch.allclose(lse, expected_lse)
 
 
+@pytest.mark.parametrize("head_dim", [64, 96, 256])
 @pytest.mark.parametrize("group", [1, 2, 3, 5, 8, 9, 16, 17])
-def test_any_number_of_query_heads_decodes_alone_and_with_its_neighbour(make: MakeBackend, group: int) -> None:
-    chat = Chat(KVLayout(2, 2, 64, 32, "bfloat16"), 2 * group, 147, seed=group)
+def test_any_number_of_query_heads_decodes_alone_and_with_its_neighbour(
+    make: MakeBackend, group: int, head_dim: int
+) -> None:
+    chat = Chat(KVLayout(2, 2, head_dim, 32, "bfloat16"), 2 * group, 147, seed=group)
     backend = make(2)
     results = [run_pass(backend, [(chat, *cut)], None)[0] for cut in ((0, 144), (144, 145), (145, 147))]
     out, lse = (torch.cat(parts) for parts in zip(*results, strict=True))

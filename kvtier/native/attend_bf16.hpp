@@ -1,35 +1,29 @@
-// Attention of bf16 queries over bf16 rows for one tile, on the matrix unit. Included by isa_amx.cpp.
+// Attention of bf16 queries over bf16 rows for one tile, on a Unit that multiplies up to 16 rows at once: MatrixUnit or
+// DotUnit. Included by isa_*.cpp after matrix_*.hpp.
 //
 // Up to 16 query rows take V as it lies and two spans at a time, more rows turn V once for all of them and take one.
 // What is computed together begins at a multiple of itself and is folded left to right: bits do not depend on threads.
 #pragma once
 
-#include <cmath>
-
-#include "matrix_amx.hpp"
-#include "tile_view.hpp"
+#include "places_view.hpp"
 
 namespace kvtier {
 namespace {
 
-class UnitTask : TileView {
+template <class Unit>
+class UnitTask : PlacesView {
   public:
     static constexpr int TILE_QUERY_ROWS = 384;  // that share a turned V
 
     UnitTask(const AttendArguments& arguments, const AttendTasks& tasks, float* scratch)
-        : TileView(arguments, tasks), depth_(depth_of(arguments)),
-          lie_(rows_.block_tokens % BLOCK == 0 && dim_ % DEPTH == 0), scratch_(scratch) {
-        const long rows = padded(tasks.tile_rows_max);
-        queries_ = scratch_ + MatrixUnit::scratch_floats(depth_);
-        state_ = queries_ + rows * depth_ / 2;
-        zeros_ = reinterpret_cast<bf16*>(state_ + rows * (depth_ + 2));
-        copies_ = zeros_ + BLOCK * depth_;
-        __builtin_memset(zeros_, 0, sizeof(bf16) * BLOCK * depth_);
+        : PlacesView(arguments, tasks, scratch), scratch_(scratch + places_floats(depth_)) {
+        queries_ = scratch_ + Unit::scratch_floats(depth_);
+        state_ = queries_ + padded(tasks.tile_rows_max) * long(depth_) / 2;
     }
 
     static long scratch_floats(const AttendArguments& arguments, const AttendTasks& tasks) {
         const long rows = padded(tasks.tile_rows_max), depth = depth_of(arguments);
-        return MatrixUnit::scratch_floats(int(depth)) + rows * (depth * 3 / 2 + 2) + BLOCK * depth / 2 + PLACES * depth;
+        return places_floats(depth) + Unit::scratch_floats(int(depth)) + rows * (depth * 3 / 2 + 2);
     }
 
     void run(const Task& task) {
@@ -40,7 +34,7 @@ class UnitTask : TileView {
         for (lanes_ = 1; lanes_ < rows_count_ && lanes_ < BLOCK;) lanes_ *= 2;
         blocks_ = (rows_count_ + lanes_ - 1) / lanes_;
         load_queries();
-        MatrixUnit unit(lanes_, depth_, turned_, arguments_.scale, scratch_);
+        Unit unit(lanes_, depth_, turned_, arguments_.scale, scratch_);
         if (tile.groups == 1) clear(state_);
         for (int span = first_span_; span < end_span_; span = next_step(span)) {
             float* to = state_;
@@ -61,10 +55,9 @@ class UnitTask : TileView {
     }
 
   private:
-    static int depth_of(const AttendArguments& arguments) { return (arguments.rows.dim + DEPTH - 1) / DEPTH * DEPTH; }
     int next_step(int span) const { return ((tile_->first_span + span) / step_ + 1) * step_ - tile_->first_span; }
 
-    // What is known of a block of rows has the form of MatrixUnit::product(). A row that has seen nothing has total 0.
+    // What is known of a block of rows has the form of Unit::product(). A row that has seen nothing has total 0.
     long block_floats() const { return long(depth_) * lanes_ + 2 * LANES; }
     float* top_of(float* partial) const { return partial + long(depth_) * lanes_; }
     float* total_of(float* partial) const { return top_of(partial) + LANES; }
@@ -76,7 +69,7 @@ class UnitTask : TileView {
         }
     }
 
-    // q as [block][pair of dims][lane], in words of two bf16.
+    // q of each block in words of two bf16, each in its Unit::query_place().
     void load_queries() const {
         for (int block = 0; block < blocks_; ++block) {
             const bf16* from[BLOCK];
@@ -90,8 +83,11 @@ class UnitTask : TileView {
                 Simd::transpose_pairs(from, dim_, depth_, to, BLOCK);
                 continue;
             }
-            for (int dim = 0; dim < depth_; dim += 2) {
-                for (int lane = 0; lane < lanes_; ++lane) __builtin_memcpy(to++, dim < dim_ ? from[lane] + dim : zeros_, 4);
+            for (int pair = 0; pair < depth_ / 2; ++pair) {
+                for (int lane = 0; lane < lanes_; ++lane) {
+                    const bf16* word = 2 * pair < dim_ ? from[lane] + 2 * pair : zeros_;
+                    __builtin_memcpy(to + Unit::query_place(lanes_, pair, lane), word, 4);
+                }
             }
         }
     }
@@ -100,7 +96,7 @@ class UnitTask : TileView {
     int end_at(int position, int start) const { return visible_end(position, start, step_ * SPAN); }
 
     // Folds the positions from `start` on into `to`.
-    void attend_step(MatrixUnit& unit, int start, float* to) {
+    void attend_step(Unit& unit, int start, float* to) {
         const int first = tile_->position, last = first + tile_->queries - 1;
         const int begin = begin_at(first, start), end = end_at(last, start);
         find_places(start, begin, end);
@@ -115,7 +111,7 @@ class UnitTask : TileView {
         }
     }
 
-    void attend_places(MatrixUnit& unit, int start, int begin, int end, int first_row, int end_row, float* to) {
+    void attend_places(Unit& unit, int start, int begin, int end, int first_row, int end_row, float* to) {
         begin = begin / DEPTH * DEPTH;
         end = (end + DEPTH - 1) / DEPTH * DEPTH;
         if (turned_) unit.turn_values(places_, begin, end, ahead_);
@@ -126,61 +122,6 @@ class UnitTask : TileView {
             unit.multiply(places_, begin, end, ahead_);
             fold(unit.product(), block, first_row, end_row, to);
         }
-    }
-
-    // K and V of places begin .. end - 1. Up to the next multiples of DEPTH, V is zeros and K anything.
-    void find_places(int start, int begin, int end) {
-        const int first = begin / BLOCK, last = (end - 1) / BLOCK;
-        places_.keys[first ^ 1] = places_.keys[last ^ 1] = places_.values[first ^ 1] = places_.values[last ^ 1] = zeros_;
-        if (!lie_) return copy_places(start, begin, end);
-        for_pieces(start, first * BLOCK, (last + 1) * BLOCK, [&](int place, int count, const char* keys) {
-            for (int i = 0; i < count; i += BLOCK, keys += 2L * BLOCK * dim_) {
-                places_.keys[(place + i) / BLOCK] = reinterpret_cast<const bf16*>(keys);
-                places_.values[(place + i) / BLOCK] = reinterpret_cast<const bf16*>(keys + rows_.value_bytes);
-                reads(places_.keys[(place + i) / BLOCK], long(BLOCK) * dim_);
-                reads(places_.values[(place + i) / BLOCK], long(BLOCK) * dim_);
-            }
-        });
-        if (begin % BLOCK) copy_values(first, begin, end);
-        if (end % BLOCK && (last > first || begin % BLOCK == 0)) copy_values(last, begin, end);
-    }
-
-    void copy_values(int block, int begin, int end) {
-        bf16* to = copies_ + long(block) * BLOCK * depth_;
-        for (int i = 0; i < BLOCK; ++i) {
-            const int place = block * BLOCK + i;
-            const bf16* from = place >= begin && place < end ? places_.values[block] + i * depth_ : zeros_;
-            __builtin_memcpy(to + i * depth_, from, sizeof(bf16) * depth_);
-        }
-        places_.values[block] = to;
-    }
-
-    void copy_places(int start, int begin, int end) {
-        bf16* values = copies_ + PLACES * depth_;
-        __builtin_memset(copies_, 0, sizeof(bf16) * 2 * PLACES * depth_);
-        for (int block = begin / BLOCK; block * BLOCK < end; ++block) {
-            places_.keys[block] = copies_ + long(block) * BLOCK * depth_;
-            places_.values[block] = values + long(block) * BLOCK * depth_;
-        }
-        for_pieces(start, begin, end, [&](int place, int count, const char* keys) {
-            for (int i = 0; i < count; ++i, keys += 2L * dim_) {
-                __builtin_memcpy(copies_ + (place + i) * depth_, keys, sizeof(bf16) * dim_);
-                __builtin_memcpy(values + (place + i) * depth_, keys + rows_.value_bytes, sizeof(bf16) * dim_);
-            }
-        });
-    }
-
-    // Whether V at places begin .. end - 1 has neither infinities nor NaN.
-    bool finite(int begin, int end) const {
-        std::uint16_t largest = 0;
-        for (int place = begin; place < end; ++place) {
-            const bf16* row = places_.values[place / BLOCK] + place % BLOCK * depth_;
-            for (int i = 0; i < depth_; ++i) {
-                const std::uint16_t exponent = row[i].bits & 0x7f80;
-                largest = largest > exponent ? largest : exponent;
-            }
-        }
-        return largest < 0x7f80;
     }
 
     // Scores of what a row does not see become -inf.
@@ -258,16 +199,15 @@ class UnitTask : TileView {
             }
         }
     }
-    void write_row(const float* even, float factor, long place) const {
+    void write_row(const float* half, float factor, long place) const {
         bf16* out = static_cast<bf16*>(arguments_.out) + place * dim_;
         const auto words = [&](const float* from) {
             return _mm512_cvtepu16_epi32(Simd::narrow(Simd::mul(Simd::load(from), Simd::set(factor)), bf16{}));
         };
-        for (int dim = 0; dim < dim_; dim += DEPTH, even += LANES) {
-            const __m512i odd = _mm512_slli_epi32(words(even + lanes_ * depth_ / 2), 16);
+        for (int dim = 0; dim < dim_; dim += DEPTH, half += LANES) {
             const __mmask16 pairs = Simd::mask(smaller(DEPTH, dim_ - dim) / 2);
             writes(out + dim, smaller(DEPTH, dim_ - dim));
-            _mm512_mask_storeu_epi32(out + dim, pairs, _mm512_or_si512(words(even), odd));
+            _mm512_mask_storeu_epi32(out + dim, pairs, Unit::join_dims(words(half), words(half + lanes_ * depth_ / 2)));
         }
     }
     void write_turned(const float* partial, int block, const float* factors) const {
@@ -285,23 +225,29 @@ class UnitTask : TileView {
         }
     }
 
-    const int depth_;
-    const bool lie_;  // whether K and V can be used where they lie
     float *const scratch_, *queries_, *state_;
-    bf16 *zeros_, *copies_;
     bool turned_ = false;
     int step_ = 1, lanes_ = 1, blocks_ = 1;
-    Places places_;
 };
 
-void attend_on_unit(Pool& pool, const AttendArguments& arguments, const AttendTasks& tasks) {
-    const auto body = [&](int task, float* scratch) { UnitTask(arguments, tasks, scratch).run(tasks.tasks[task]); };
-    run_tasks(pool, tasks.count, UnitTask::scratch_floats(arguments, tasks), body);
+template <class Unit>
+void attend(Pool& pool, const AttendArguments& arguments, const AttendTasks& tasks) {
+    using Work = UnitTask<Unit>;
+    if (arguments.rows.type != Type::bf16 || arguments.q_type != Type::bf16) {
+        return avx512_kernels()->attend(pool, arguments, tasks);
+    }
+    const auto body = [&](int task, float* scratch) { Work(arguments, tasks, scratch).run(tasks.tasks[task]); };
+    run_tasks(pool, tasks.count, Work::scratch_floats(arguments, tasks), body);
 }
 
-void attend(Pool& pool, const AttendArguments& arguments, const AttendTasks& tasks) {
-    const bool bf16s = arguments.rows.type == Type::bf16 && arguments.q_type == Type::bf16;
-    return bf16s ? attend_on_unit(pool, arguments, tasks) : avx512_kernels()->attend(pool, arguments, tasks);
+// The kernels of AVX-512, but for attention of bf16.
+template <class Unit>
+KernelTable table_of(const char* isa) {
+    KernelTable table = *avx512_kernels();
+    table.isa = isa;
+    table.bf16_tile_rows = UnitTask<Unit>::TILE_QUERY_ROWS;
+    table.attend = attend<Unit>;
+    return table;
 }
 
 }  // namespace
