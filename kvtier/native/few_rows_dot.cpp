@@ -1,18 +1,20 @@
 // Compiled with AVX512_BF16's flags: include nothing here that other files share inline code with.
 #include "few_rows.hpp"
 
-#include <immintrin.h>
-
-#include "ahead.hpp"
+#include "simd_avx512.hpp"
 
 namespace kvtier {
 namespace {
 
-constexpr int TILE_COLUMNS = 16;         // of the result: rows of weights that lie one after the other
-constexpr int GROUP_ROWS = 8;            // of x; the weights of a tile are still in a near cache for the next group
-constexpr int STEP = 32;                 // of the inner dimension: a register of bf16
-constexpr int NEAR_VALUES = 12 * 1024;   // of x that the nearest cache holds beside sums and weights
-constexpr int TASK_TILES_MIN = 2;
+constexpr int TILE_COLUMNS = 16;        // of the result: rows of weights that lie one after the other
+constexpr int STEP = 32;                // of the inner dimension: a register of bf16
+constexpr int ROWS_MAX = 8;             // of x that are multiplied at once
+constexpr int NEAR_VALUES = 12 * 1024;  // of x that the nearest cache holds beside sums and weights
+constexpr int DEPTH = 512;              // of the inner dimension for all rows of x, if they are more than that
+constexpr int ASK_BYTES = 4096;         // ahead of where weights are read
+constexpr int TASK_TILES = 4;           // in a task: this or a multiple
+
+constexpr int SUMS = 16;  // that are added up together
 
 using Sums = __m512;  // of one row with one column; each lane has the sum of its own pairs of the inner dimension
 
@@ -43,77 +45,123 @@ __m512 totals(const Sums* sums) {
     return add_quarters(add_quarters(quads[0], quads[1]), add_quarters(quads[2], quads[3]));
 }
 
-// Up to GROUP_ROWS rows of x, padded to 1, 2, 4 or 8.
-struct Group {
-    long first, rows, padded_rows;
-    bf16* packed;  // [in_dim / STEP, padded_rows, STEP], each step on a line of its own
+// How rows of x are multiplied: in groups of 1, 2, 4 or 8, of which the last is filled up.
+struct Groups {
+    long rows, count;
+    long depth;  // of the inner dimension that is computed at once: for all groups, before weights leave the nearest cache
 };
 
-Group group_at(const FewRowsArguments& arguments, long first) {
-    const long rows = arguments.rows - first < GROUP_ROWS ? arguments.rows - first : GROUP_ROWS;
-    return {first, rows, rows > 4 ? 8 : rows > 2 ? 4 : rows, arguments.packed + first * arguments.in_dim};
+Groups groups_of(const FewRowsArguments& arguments) {
+    const long rows = arguments.rows, most = arguments.in_dim * ROWS_MAX > NEAR_VALUES ? ROWS_MAX / 2 : ROWS_MAX;
+    long group = 1;
+    while (group < rows && group < most) group *= 2;
+    const long count = (rows + group - 1) / group;
+    return {group, count, count > 1 && most < ROWS_MAX ? DEPTH : arguments.in_dim};
 }
 
-void pack(const FewRowsArguments& arguments, const Group& group) {
-    for (long row = 0; row < group.padded_rows; ++row) {  // in place of what is missing the last row is computed again
-        const bf16* x = arguments.x + (group.first + (row < group.rows ? row : group.rows - 1)) * arguments.x_stride;
+// x as [group, in_dim / STEP, row, STEP], each step on a line of its own.
+void pack(const FewRowsArguments& arguments, const Groups& groups) {
+    for (long place = 0; place < groups.count * groups.rows; ++place) {
+        const long row = place < arguments.rows ? place : arguments.rows - 1;  // for what is missing the last one again
+        bf16* to = arguments.packed + place / groups.rows * groups.rows * arguments.in_dim + place % groups.rows * STEP;
         for (long k = 0; k < arguments.in_dim; k += STEP) {
-            __builtin_memcpy(group.packed + k * group.padded_rows + row * STEP, x + k, STEP * sizeof(bf16));
+            __builtin_memcpy(to + k * groups.rows, arguments.x + row * arguments.x_stride + k, STEP * sizeof(bf16));
         }
     }
 }
 
-// ROWS rows of x with the first COLUMNS rows of weights, over `depth` values of the inner dimension; added to `sums`.
-template <int ROWS, int COLUMNS>
-__attribute__((noinline)) void multiply(const bf16* x, const bf16* weight, long in_dim, long depth, Sums* sums,
-                                        Ahead& ahead) {
-    constexpr int PACE = COLUMNS < 4 ? 4 / COLUMNS : 1;  // steps that read what one turn of `ahead` asks for
-    __m512 s[TILE_COLUMNS];  // [row, column]
+// Weights are read in streams that lie far apart, each in order: so the prefetcher of the L2 cache follows them, and little
+// or nothing has to be asked for (docs/LOG.md). A set is one row of weights of each stream.
+struct Streams {
+    const bf16* weight;  // of the first stream
+    long distance;       // from stream to stream
+};
+
+// What a thread needs for one group.
+struct Scratch {
+    Sums sums[SUMS];  // [column, row, stream], as many columns as there is room for
+    float totals[TILE_COLUMNS * SUMS];  // [column, row, stream] of a tile
+};
+
+// A group of ROWS rows of x with one set, over `depth` values of the inner dimension, from zero or on top of `sums`
+// [row, stream].
+template <int ROWS, int STREAMS, bool ASK>
+void multiply(const bf16* x, const Streams& streams, long depth, bool from_zero, Sums* sums) {
+    constexpr int COUNT = ROWS * STREAMS;
+    __m512 s[COUNT];
 #pragma GCC unroll 16  // or gcc 12 keeps a copy in memory, too
-    for (int i = 0; i < TILE_COLUMNS; ++i) s[i] = sums[i / COLUMNS * TILE_COLUMNS + i % COLUMNS];
+    for (int i = 0; i < COUNT; ++i) s[i] = from_zero ? _mm512_setzero_ps() : sums[i];
     for (long k = 0; k < depth; k += STEP, x += ROWS * STEP) {
-        __m512bh weights[COLUMNS];
-        for (int j = 0; j < COLUMNS; ++j) weights[j] = load(weight + j * in_dim + k);
+        __m512bh weights[STREAMS];
+#pragma GCC unroll 4
+        for (int j = 0; j < STREAMS; ++j) {
+            const bf16* weight = streams.weight + j * streams.distance + k;
+            weights[j] = load(weight);
+            if (ASK) __builtin_prefetch(reinterpret_cast<const char*>(weight) + ASK_BYTES, 0, 2);  // into the L2 cache
+        }
+#pragma GCC unroll 8
         for (int i = 0; i < ROWS; ++i) {
             const __m512bh values = load(x + i * STEP);
-            for (int j = 0; j < COLUMNS; ++j) {
-                s[i * COLUMNS + j] = _mm512_dpbf16_ps(s[i * COLUMNS + j], weights[j], values);
+#pragma GCC unroll 4
+            for (int j = 0; j < STREAMS; ++j) {
+                s[i * STREAMS + j] = _mm512_dpbf16_ps(s[i * STREAMS + j], weights[j], values);
             }
         }
-        if (k % (PACE * STEP) == 0) ahead.fetch();
     }
 #pragma GCC unroll 16
-    for (int i = 0; i < TILE_COLUMNS; ++i) sums[i / COLUMNS * TILE_COLUMNS + i % COLUMNS] = s[i];
+    for (int i = 0; i < COUNT; ++i) sums[i] = s[i];
 }
 
-// One tile of 16 columns for a group of ROWS rows.
-template <int ROWS>
-void multiply_group(const FewRowsArguments& arguments, const Group& group, long column, Sums* sums, Ahead& ahead) {
-    constexpr int COLUMNS = TILE_COLUMNS / ROWS;
-    const long in_dim = arguments.in_dim, near = NEAR_VALUES / ROWS, blocks = (in_dim + near - 1) / near;
-    const long depth = (in_dim / STEP + blocks - 1) / blocks * STEP;
-    for (int i = 0; i < ROWS * TILE_COLUMNS; ++i) sums[i] = _mm512_setzero_ps();
-    for (long k = 0; k < in_dim; k += depth) {
-        const long part = in_dim - k < depth ? in_dim - k : depth;
-        for (int j = 0; j < TILE_COLUMNS; j += COLUMNS) {
-            const bf16* weight = arguments.weight + (column + j) * in_dim + k;
-            multiply<ROWS, COLUMNS>(group.packed + k * ROWS, weight, in_dim, part, sums + j, ahead);
+// All rows of x with one set; their sums begin at `place`. With few rows weights are read as fast as anything can be; more
+// take so long that the prefetcher, which stays a fixed way ahead, comes late and has to be helped.
+template <int ROWS, int STREAMS>
+void multiply_set(const FewRowsArguments& arguments, const Groups& groups, const Streams& streams, long place,
+                  Scratch* scratch) {
+    const bool ask = groups.count * ROWS >= ROWS_MAX;
+    for (long k = 0; k < arguments.in_dim; k += groups.depth) {
+        const long depth = arguments.in_dim - k < groups.depth ? arguments.in_dim - k : groups.depth;
+        const Streams part{streams.weight + k, streams.distance};
+        for (long group = 0; group < groups.count; ++group) {
+            const bf16* x = arguments.packed + (group * arguments.in_dim + k) * ROWS;
+            Sums* own = scratch[group].sums + place;
+            if (ask && group == groups.count - 1) multiply<ROWS, STREAMS, true>(x, part, depth, k == 0, own);
+            else multiply<ROWS, STREAMS, false>(x, part, depth, k == 0, own);
         }
     }
-    for (long i = 0; i < group.rows; ++i) {
-        const __m256i rounded = (__m256i)_mm512_cvtneps_pbh(totals(sums + i * TILE_COLUMNS));
-        bf16* out = arguments.out + (group.first + i) * arguments.out_dim + column;
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), rounded);
+}
+
+// A tile of each stream, of which the first one's is given: rounded, from totals [column, row, stream] of each group.
+template <int ROWS, int STREAMS>
+void write_tiles(const FewRowsArguments& arguments, long tile, long tiles, long group, const float* totals) {
+    constexpr int COUNT = ROWS * STREAMS;
+    alignas(64) float turned[TILE_COLUMNS * SUMS];
+    const float* columns[TILE_COLUMNS];
+    for (int i = 0; i < TILE_COLUMNS; ++i) columns[i] = totals + i * COUNT;
+    Simd::transpose(columns, COUNT, turned, TILE_COLUMNS);
+    for (int i = 0; i < COUNT && group * ROWS + i / STREAMS < arguments.rows; ++i) {
+        const long row = group * ROWS + i / STREAMS, column = (tile + i % STREAMS * tiles) * TILE_COLUMNS;
+        const __m256i rounded = (__m256i)_mm512_cvtneps_pbh(_mm512_load_ps(turned + i * TILE_COLUMNS));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(arguments.out + row * arguments.out_dim + column), rounded);
     }
 }
 
-void multiply_tile(const FewRowsArguments& arguments, long column, Sums* sums, Ahead& ahead) {
-    for (long row = 0; row < arguments.rows; row += GROUP_ROWS) {
-        const Group group = group_at(arguments, row);
-        if (group.padded_rows == 1) multiply_group<1>(arguments, group, column, sums, ahead);
-        else if (group.padded_rows == 2) multiply_group<2>(arguments, group, column, sums, ahead);
-        else if (group.padded_rows == 4) multiply_group<4>(arguments, group, column, sums, ahead);
-        else multiply_group<8>(arguments, group, column, sums, ahead);
+// Tiles first .. first + STREAMS * tiles - 1, as many in each stream.
+template <int ROWS, int STREAMS>
+void multiply_streams(const FewRowsArguments& arguments, const Groups& groups, long first, long tiles, Scratch* scratch) {
+    constexpr int COUNT = ROWS * STREAMS, COLUMNS = SUMS / COUNT;
+    const long tile_values = TILE_COLUMNS * arguments.in_dim;
+    for (long tile = first; tile < first + tiles; ++tile) {
+        for (long column = 0; column < TILE_COLUMNS; ++column) {
+            const Streams streams{arguments.weight + tile * tile_values + column * arguments.in_dim, tiles * tile_values};
+            multiply_set<ROWS, STREAMS>(arguments, groups, streams, column % COLUMNS * COUNT, scratch);
+            if ((column + 1) % COLUMNS > 0) continue;
+            for (long group = 0; group < groups.count; ++group) {
+                _mm512_store_ps(scratch[group].totals + column / COLUMNS * SUMS, totals(scratch[group].sums));
+            }
+        }
+        for (long group = 0; group < groups.count; ++group) {
+            write_tiles<ROWS, STREAMS>(arguments, tile, tiles, group, scratch[group].totals);
+        }
     }
 }
 
@@ -126,7 +174,7 @@ struct Span {
 // at about the same time.
 long span_end(long first, long tiles, int threads) {
     const long left = tiles - first, share = threads == 1 ? left : (left + 2 * threads - 1) / (2 * threads);
-    const long taken = share < TASK_TILES_MIN ? TASK_TILES_MIN : share;
+    const long taken = (share + TASK_TILES - 1) / TASK_TILES * TASK_TILES;
     return taken < left ? first + taken : tiles;
 }
 
@@ -136,36 +184,34 @@ Span span_at(int task, long tiles, int threads) {
     return span;
 }
 
-void multiply_tiles(const FewRowsArguments& arguments, Span span, Sums* sums) {
-    const long tile_bytes = 2 * TILE_COLUMNS * arguments.in_dim;
-    const long rows = group_at(arguments, 0).padded_rows;
-    const long turns = rows < 4 ? rows : 4;  // of `ahead`, while a tile is multiplied by a step of the inner dimension
-    Ahead ahead;
-    const auto expect = [&](long tile) {
-        ahead.clear();
-        const char* weight = reinterpret_cast<const char*>(arguments.weight) + tile * tile_bytes;
-        if (tile < span.end) ahead.expect(weight, tile_bytes);
-        ahead.start(int(arguments.in_dim / STEP * turns));
-    };
-    expect(span.first);
-    ahead.fetch_all();
-    for (long tile = span.first; tile < span.end; ++tile) {
-        expect(tile + 1);
-        multiply_tile(arguments, tile * TILE_COLUMNS, sums, ahead);
+template <int ROWS, int STREAMS>
+void multiply_span(const FewRowsArguments& arguments, const Groups& groups, Span span, Scratch* scratch) {
+    const long tiles = (span.end - span.first) / STREAMS, rest = span.first + tiles * STREAMS;
+    multiply_streams<ROWS, STREAMS>(arguments, groups, span.first, tiles, scratch);
+    multiply_streams<ROWS, 1>(arguments, groups, rest, span.end - rest, scratch);
+}
+
+void multiply_span(const FewRowsArguments& arguments, const Groups& groups, Span span, Scratch* scratch) {
+    switch (groups.rows) {  // as many streams as the registers hold sums of, up to 4
+        case 1: return multiply_span<1, 1>(arguments, groups, span, scratch);
+        case 2: return multiply_span<2, 2>(arguments, groups, span, scratch);
+        case 4: return multiply_span<4, 4>(arguments, groups, span, scratch);
+        default: return multiply_span<8, 2>(arguments, groups, span, scratch);
     }
 }
 
 }  // namespace
 
 void few_rows_dot(Pool& pool, const FewRowsArguments& arguments) {
-    for (long row = 0; row < arguments.rows; row += GROUP_ROWS) pack(arguments, group_at(arguments, row));
+    const Groups groups = groups_of(arguments);
+    pack(arguments, groups);
     const long tiles = arguments.out_dim / TILE_COLUMNS;
     int tasks = 0;
     for (long end = 0; end < tiles; end = span_end(end, tiles, arguments.threads)) ++tasks;
     const auto task = [&](int index, float* scratch) {
-        multiply_tiles(arguments, span_at(index, tiles, arguments.threads), reinterpret_cast<Sums*>(scratch));
+        multiply_span(arguments, groups, span_at(index, tiles, arguments.threads), reinterpret_cast<Scratch*>(scratch));
     };
-    run_tasks(pool, tasks, GROUP_ROWS * TILE_COLUMNS * 16, task);
+    run_tasks(pool, tasks, std::size_t(groups.count) * sizeof(Scratch) / sizeof(float), task);
 }
 
 }  // namespace kvtier
