@@ -30,13 +30,15 @@ sys.path.insert(0, str(ROOT))
 
 from bench.fio import HOW_TO_GET, Fio, has_fio  # noqa: E402
 from bench.streamer import DEPTH, SHARE, STAGING_BYTES, TENANT, Sizes, Streamer  # noqa: E402
+from bench.tiering_cost import BATCHES, GOAL, measure_tiering  # noqa: E402
 from bench.workload import Settings, Workload  # noqa: E402
 
 from kvtier import KvtierError, machine  # noqa: E402
 from kvtier.cli.paragraphs import Paragraphs  # noqa: E402
 
 FIO_BYTES = 512 << 20
-LINES = ("decode", "prefill", "others")
+ENGINES = {"decode": ("hbm", "dram", "nvme"), "prefill": ("hbm", "dram"), "others": ("nvme",), "tiering": ()}
+"""Which engines each of the lines needs; the last has its own."""
 EXAMPLES = """\
 examples:
   scripts/bench_context.py --quick                         2,000 tokens, two rounds
@@ -47,6 +49,8 @@ decode   tokens a second of one sequence: all in HBM; a quarter in HBM and the r
          the rest on NVMe, whose bytes a second stand beside those of fio at the same length and depth
 prefill  time to the first token of a prompt that was never seen: a quarter of HBM beside all
 others   time between tokens of a resident sequence while another streams from NVMe, beside none
+tiering  tokens a second all in HBM, 1,024 tokens of prompt or the context if that is less: with shared DRAM and NVMe
+         and nothing to move, and with the answers' blocks written down, beside HBM alone
 """
 
 
@@ -106,7 +110,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--rounds", type=int, metavar="N", help="turns (default: 5)")
     add("--threads", type=int, default=os.cpu_count(), help="default: one per core")
     add("--block-tokens", type=int, choices=[8, 16, 32, 64, 128], default=32, help="default: %(default)s")
-    add("--only", choices=LINES, nargs="+", default=LINES, help="which lines (default: all)")
+    add("--only", choices=list(ENGINES), nargs="+", default=list(ENGINES), help="which lines (default: all)")
     add("--quick", action="store_true", help="2,000 tokens, 16 of each answer, two rounds")
     add("--json", type=Path, metavar="FILE")
     add("--plot", type=Path, metavar="FILE", help="write a picture (PNG)")
@@ -128,9 +132,16 @@ def measure(options: argparse.Namespace, folder: Path, progress: Progress) -> li
     layout = workload.layout
     sizes = Sizes(layout.block_count(options.context + options.tokens), layout.row_bytes)
     kinds = {"hbm": (sizes.resident(), ""), "dram": (sizes.from_dram(), ""), "nvme": (sizes.from_nvme(), TENANT)}
-    needed = [kind for kind in kinds if kind == "nvme" or set(options.only) != {"others"}]
-    task = progress.add_task("engines", total=len(options.only) * options.rounds + len(needed))
+    needed = [kind for kind in kinds if any(kind in ENGINES[line] for line in options.only)]
+    own_rounds = sum(line == "tiering" for line in options.only) * options.rounds * (len(BATCHES) - 1)
+    task = progress.add_task("engines", total=len(options.only) * options.rounds + own_rounds + len(needed))
     lines: list[Line] = []
+    if "tiering" in options.only:
+        progress.update(task, description="tiers with nothing to load")
+        lines += [
+            Line(cost.name, "tokens/s", cost.tiered, cost.bare, "HBM alone", GOAL)
+            for cost in measure_tiering(settings, folder / "tiering", lambda: progress.advance(task))
+        ]
     with ExitStack() as stack:
         engines: dict[str, Streamer] = {}
         prompt = workload.prompts(1, options.context)[0]
@@ -202,13 +213,14 @@ def measure_others(
 ) -> list[Line]:
     """Time between tokens of a short resident sequence, alone and beside one that streams from NVMe.
 
-    And what the latter streams meanwhile, beside what it streams once it is alone.
+    Alone is measured before and after, so that what drifts falls on both alike. And what the latter streams meanwhile,
+    beside what it streams once it is alone.
     """
     gaps: tuple[list[float], list[float]] = [], []
     streamed: tuple[list[float], list[float]] = [], []
     for _ in range(options.rounds):
         short = workload.prompts(1, 64)[0]
-        gaps[1].append(1e3 / nvme.decode(short, 4 * options.tokens, keeps=False)[0])
+        before = nvme.decode(short, 4 * options.tokens, keeps=False)[0]
         other, handle = nvme.start([*prompt[:-1], workload.last_tokens(1)[0]], 100 * options.tokens)
         while not other.arrivals:
             time.sleep(0.01)
@@ -220,6 +232,8 @@ def measure_others(
         assert not other.done, "the streamed sequence ended too early"
         handle.cancel()
         other.wait()
+        after = nvme.decode(short, 4 * options.tokens, keeps=False)[0]
+        gaps[1].append(500 / before + 500 / after)
         advance()
     return [
         Line("resident beside streamed", "ms a token", *gaps, "alone", f"<= {1 + SHARE:g}"),
@@ -249,8 +263,8 @@ def show(console: Console, lines: list[Line], load: float) -> None:
     table = Table("what", "unit", "median", "beside", "median", "ratio", "of rounds", "goal")
     for line in lines:
         ratios = [a / b for a, b in zip(line.ours, line.limit, strict=True)]
-        numbers = (f"{median(line.ours):.1f}", line.limit_name, f"{median(line.limit):.1f}", f"{line.ratio:.2f}")
-        table.add_row(line.name, line.unit, *numbers, f"{min(ratios):.2f} to {max(ratios):.2f}", line.goal)
+        numbers = (f"{median(line.ours):.1f}", line.limit_name, f"{median(line.limit):.1f}", f"{line.ratio:.3f}")
+        table.add_row(line.name, line.unit, *numbers, f"{min(ratios):.3f} to {max(ratios):.3f}", line.goal)
     console.print(f"{machine.cpu_name()}, load {load:.1f}")
     console.print(table)
 

@@ -65,12 +65,15 @@ class EngineDecode:
             engine.generate([prefix], _greedy(1))
             advance(len(prefix))
 
-    def run(self, last_tokens: list[int], token_count: int) -> tuple[float, list[list[int]]]:
-        """Decode after the given last prompt tokens: tokens a second, and the tokens. Waits for the writes after it."""
+    def run(self, last_tokens: list[int], token_count: int, *, keeps: bool = True) -> tuple[float, list[list[int]]]:
+        """Decode after the given last prompt tokens: tokens a second, and the tokens. Waits for the writes after it.
+
+        Without `keeps` there are none.
+        """
         params = _greedy(token_count)
         collectors = [Collector() for _ in last_tokens]
         for prefix, token, collector in zip(self._prefixes, last_tokens, collectors, strict=True):
-            self._engine.submit(Request([*prefix, token], params), collector.take)
+            self._engine.submit(Request([*prefix, token], params, cache_write=keeps), collector.take)
         tokens = [collector.wait() for collector in collectors]
         settle(self._engine)
         return decode_rate([collector.arrivals for collector in collectors]), tokens
