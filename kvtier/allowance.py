@@ -2,8 +2,9 @@
 
 Owns an estimate of that time, and the balance. A step beside streaming is charged with all that it took longer: layers
 of suspended passes, but also what reading and checking rows takes of the same cores and caches, which nobody measures
-by itself. Steps left in peace now and then correct the estimate. What is owed is bounded, so that streaming goes on
-before long whatever a busy machine lays to its charge. Pure: no clock, no I/O. Asked by the turns.
+by itself, and the step after, which finds the last cache full of others' rows. Steps left in peace now and then correct
+the estimate. What is owed is bounded, so that streaming goes on before long whatever a busy machine lays to its charge.
+Pure: no clock, no I/O. Asked by the turns.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from __future__ import annotations
 from kvtier.cost import COMPUTE_GUESS, Prices, Work
 
 PEACE_STEPS = 8
-"""After so many steps that were not left in peace, one should be."""
+"""After so many steps from which nothing was learned, two are left in peace: the second tells what one takes alone."""
+RESERVE = 0.1
+"""Of the share, what is not given away: the estimate is off by a few percent, and as often below as above."""
 SAVED_STEPS = 2
 """What a step leaves of the allowance is kept for so many: one in peace costs streaming nothing in the mean."""
 OWED_MAX = 16.0
@@ -24,11 +27,13 @@ class Allowance:
     """See the module. `share`: by what part of the time that it takes alone a step may grow, in the mean."""
 
     def __init__(self, share: float) -> None:
-        self._share = share
+        self._share = share * (1 - RESERVE)
         self._alone = Prices(*COMPUTE_GUESS)
         self._balance_s = 0.0
         self._steps = PEACE_STEPS
-        """Since one in peace was learned from."""
+        """Since one was learned from."""
+        self._was_in_peace = True
+        """The last step."""
 
     def __repr__(self) -> str:
         return f"Allowance({self._balance_s:.4f} s, alone={self._alone})"
@@ -41,16 +46,18 @@ class Allowance:
     def note_step(self, work: Work, seconds: float, in_peace: bool) -> None:
         """The others' step took so long, turns of streaming left out; `in_peace`: nothing was streamed beside it.
 
-        After `OWED_MAX` / share + 1 steps in peace something is left, whatever was before.
+        After `OWED_MAX` / what a step leaves of the share + 2 steps in peace something is left, whatever was before.
         """
         self._steps += 1
-        if in_peace and (self._balance_s <= 0 or self._steps >= PEACE_STEPS):
+        alone = in_peace and self._was_in_peace
+        self._was_in_peace = in_peace
+        if alone and (self._balance_s <= 0 or self._steps >= PEACE_STEPS):
             self._steps = 0
             self._alone.learn(seconds, 1, *work)
         if self._alone.count == 0:
             return
         alone_s = self._alone.seconds(1, *work)
-        longer_s = 0.0 if in_peace else min(seconds, OUTLIER * alone_s) - alone_s
+        longer_s = 0.0 if alone else min(seconds, OUTLIER * alone_s) - alone_s
         earned_s = self._share * alone_s
         balance_s = max(self._balance_s, -OWED_MAX * alone_s) + earned_s - longer_s
         self._balance_s = min(balance_s, SAVED_STEPS * earned_s)
