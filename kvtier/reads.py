@@ -64,8 +64,10 @@ class ShelfReads:
 
     def start(self) -> None:
         """Start as many as there is room for."""
+        if not (self._loads.waiting or self._streamed.waiting):
+            return
         started: list[Transfer] = []
-        room = self._transfers.room(ShelfOperation.READ) if len(self) else 0
+        room = self._transfers.room(ShelfOperation.READ)
         while len(started) < room and (line := self._next()) is not None:
             transfer = line.waiting.popleft()
             line.in_flight += 1

@@ -283,11 +283,11 @@ class Store:
 
     def _part_with_lost_shelves(self) -> None:
         """Let go of shelves whose files are gone, all at once, once nothing is in flight, asked or held on any."""
-        if any(shelf.is_lost for shelf in self._shelves.values()):
-            for shelf in self._shelves.values():
-                shelf.notice_loss()  # those that are lost together leave together
-        lost = [shelf for shelf in self._shelves.values() if shelf.is_lost]
-        lost = [shelf for shelf in lost if self._sources or self._reopening.knows(shelf.tier)]
+        if not any(shelf.is_lost for shelf in self._shelves.values()):
+            return
+        for shelf in self._shelves.values():
+            shelf.notice_loss()  # those that are lost together leave together
+        lost = [it for it in self._shelves.values() if it.is_lost and (self._sources or self._reopening.knows(it.tier))]
         used = (shelf.in_flight or len(shelf.holdings) or self.hand_down.awaits(shelf.tier) for shelf in lost)
         if not lost or any(used):
             return

@@ -144,6 +144,8 @@ class RowTransfers:
 
     def poll(self) -> list[tuple[Flight, IoResult]]:
         """What has ended since the last call; its row and page are free again."""
+        if not (self._flights or self._landed):
+            return []
         ended, self._landed = self._landed, []
         ended += self._land()
         for result in self._engine.poll():

@@ -91,6 +91,11 @@ class KeeperClient:
         """Messages not written yet."""
         return len(self._outbox)
 
+    @property
+    def has_news(self) -> bool:
+        """There is something to take."""
+        return bool(self._inbox)
+
     def send(self, line: int, message: ToKeeper) -> None:
         """Queue a message for the connection of that number; it is dropped if that has ended. Engine thread."""
         self._outbox.append((line, message))

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 ANSWER_S = 5.0
 """What the keeper gets to answer in."""
+TEND_S = 0.05
+"""How often books do what they do by themselves while nothing comes."""
 
 
 class Link:
@@ -48,6 +50,8 @@ class Link:
         """The shelves are gone for good; a new seat brings new ones."""
         self.reports = False
         """This engine is the one that reports what the shelves hold."""
+        self.heard_count = 0
+        """Times that something has come."""
         self._books: dict[int, SharedBooks] = {}
         self._seated = seated
         self._ended = ended
@@ -73,8 +77,14 @@ class Link:
         self._number += 1
         return self._number
 
+    def is_due(self, tended_at: float, heard_count: int, now: float) -> bool:
+        """Whether books have something to do that were tended then and had been told so much."""
+        news = self.client.has_news or heard_count != self.heard_count
+        return news or not tended_at <= now < tended_at + TEND_S
+
     def pump(self, now: float) -> None:
         """Hand on what has come."""
+        self.heard_count += self.client.has_news
         for message in self.client.take():
             if isinstance(message, Seated):
                 self._join(message.line, now)

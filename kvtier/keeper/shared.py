@@ -53,12 +53,11 @@ class SharedBooks:
         self.tier_index = tier_index
         self.used_slots = 0
         self.evictions = 0
-        self.counts = BookCounts()
+        self.counts = self._told_counts = BookCounts()
         self._table = table
         self._link = link
         self._slot_count = slot_count
         self._stock = stock
-        self._told_counts = BookCounts()
         self._mirror = Mirror(slot_count)
         self._coming: Mirror | None = None
         self._out: dict[int, Grant] = {}
@@ -68,6 +67,7 @@ class SharedBooks:
         self._uses = Uses(tier_index, link)
         self._replies: list[Reply] = []
         self._lost: list[Grant] = []
+        self._tended = -math.inf, 0
         self._asked = AskedRows(tier_index, link, self._out, self._replies)
         self.leases = Leases(tier_index, link, self._replies)
         self.ask_rows, self.give_rows = self._asked.ask, self._asked.give
@@ -116,11 +116,13 @@ class SharedBooks:
 
     def answers(self, now: float) -> list[tuple[Record, PublishOutcome | None]]:
         """See `Books`. Also what the books do by themselves: listen, top up, give back, tell of uses."""
-        self._link.pump(now)
-        self._expire(now)
-        self._top_up(now)
-        self.give_rows(self._stock.idle(time.monotonic()))
-        self._uses.tell(now)
+        if self._uses or self._link.is_due(*self._tended, now):
+            self._link.pump(now)
+            self._tended = now, self._link.heard_count
+            self._expire(now)
+            self._top_up(now)
+            self.give_rows(self._stock.idle(time.monotonic()))
+            self._uses.tell(now)
         answers, self._answers = self._answers, []
         return answers
 
@@ -256,8 +258,9 @@ class SharedBooks:
         if isinstance(message, Acquired):
             return self.leases.answered(message)
         if isinstance(message, Granted):
-            ours = self._stock.answered(message.number, message.grants, time.monotonic())
-            ours = ours or self._asked.answered(message)
+            ours = self._stock.answered(message.number, message.grants, time.monotonic()) or self._asked.answered(
+                message
+            )
             self.evictions += message.evicted_count if ours else 0
             return ours
         answer = self._publications.answered(message)

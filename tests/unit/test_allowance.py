@@ -179,7 +179,9 @@ def test_streaming_goes_on_before_long_on_a_machine_that_holds_everything_up(see
         waited = 0 if machine.layers > layers else waited + 1
         layers, longest = machine.layers, max(longest, waited)
     reading = 5  # steps while what is read is under way
-    assert longest <= 2 * (OWED_MAX / (share * (1 - RESERVE)) + PEACE_STEPS + reading), f"nothing was streamed for {longest} steps"
+    assert longest <= 2 * (OWED_MAX / (share * (1 - RESERVE)) + PEACE_STEPS + reading), (
+        f"nothing was streamed for {longest} steps"
+    )
 
 
 def test_what_is_owed_for_a_turn_that_was_held_up_is_paid_off_in_so_many_steps() -> None:
