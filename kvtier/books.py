@@ -124,8 +124,11 @@ class Books(Protocol):
     def unpin(self, hashes: Sequence[BlockHash]) -> None:
         """These blocks can be evicted again."""
 
-    def expire(self, unix_s: float) -> None:
-        """It is so late: hide what has expired. Called often, since the write budget learns the time from it."""
+    def expire(self, unix_s: float, boot_s: float) -> None:
+        """It is so late, by the wall and the boot clock: hide what has expired.
+
+        Called often, since the write budget learns the time from it.
+        """
 
     def check(self) -> None:
         """Assert the books."""
@@ -140,7 +143,7 @@ class LocalBooks:
     def __init__(self, directory: Directory, budget: WriteBudget | None = None) -> None:
         """Without a `budget` any number of bytes may be written."""
         self._directory = directory
-        self._budget = budget if budget is not None else WriteBudget(0, 0, 0.0)
+        self._budget = budget if budget is not None else WriteBudget(0, 0, 0.0, 0.0)
         self._answers: list[tuple[Record, PublishOutcome | None]] = []
         self._replies: list[Reply] = []
         self._numbers = itertools.count(1)
@@ -217,10 +220,10 @@ class LocalBooks:
         """See `Books`: none, this engine alone decides."""
         return []
 
-    def expire(self, unix_s: float) -> None:
+    def expire(self, unix_s: float, boot_s: float) -> None:
         """See `Books`."""
         self._directory.expire(unix_s)
-        self._budget.advance(unix_s)
+        self._budget.advance(unix_s, boot_s)
 
     def intact(self, _lease: Lease) -> bool:
         """See `Books`: while it is held nobody overwrites the row."""

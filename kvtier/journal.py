@@ -93,12 +93,12 @@ class Journal:
                 self._live[record.slot] = frame
             self._append(frames)
 
-    def spent(self, hour: int, spent_bytes: int) -> None:
+    def spent(self, spent_by_hour: Mapping[int, int]) -> None:
         """See `SpendingLog`."""
-        frame = spent_frame(self._shape, hour, spent_bytes)
+        frames = [spent_frame(self._shape, *pair) for pair in spent_by_hour.items()]
         with self._changed:
-            self._spent = newest_hours(self._spent | {hour: spent_bytes})
-            self._append([frame])
+            self._spent = newest_hours({**self._spent, **spent_by_hour})
+            self._append(frames)
 
     def close(self, deadline_s: float) -> bool:
         """Write and sync what is left; False if the disk did not answer in time (the thread is left behind)."""

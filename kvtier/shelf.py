@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 from kvtier.block import BlockHash, Tier
 from kvtier.books import Books
+from kvtier.boot_clock import boot_s
 from kvtier.holdings import ShelfHoldings
 from kvtier.io.base import IoEngine
 from kvtier.reads import ShelfReads
@@ -97,9 +98,8 @@ class Shelf:
         if (ferry := arena.ferry()) is not None:
             self._transfers.cross_by(Crossings(ferry, self.row_bytes))
         if self.tier is Tier.DRAM:
-            self._window = arena.window(
-                self._slab.address(0), self._slab.slot_count * self._slab.slot_bytes - HEADER_BYTES
-            )
+            length = self._slab.slot_count * self._slab.slot_bytes - HEADER_BYTES
+            self._window = arena.window(self._slab.address(0), length)
 
     @property
     def in_flight(self) -> int:
@@ -185,7 +185,7 @@ class Shelf:
         ended = self._transfers.poll()
         done = self._writes.end([pair for pair in ended if pair[0].operation is ShelfOperation.WRITE], now)
         done += self._writes.answered(now)
-        self._books.expire(time.time())  # what was published just now may have expired while it was written
+        self._books.expire(time.time(), boot_s())  # what was published just now may have expired while it was written
         done += self._reads.end([pair for pair in ended if pair[0].operation is ShelfOperation.READ], now)
         self._counts["late"] += self._watch.notice_late(now)
         self.notice_loss()

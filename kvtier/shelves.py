@@ -14,6 +14,7 @@ from pathlib import Path
 
 from kvtier.block import KVLayout, Tier
 from kvtier.books import LocalBooks
+from kvtier.boot_clock import boot_s
 from kvtier.byte_text import bytes_text, free_text, needed_text
 from kvtier.cache_directory import CacheDirectory, layout_name
 from kvtier.config import IoConfig
@@ -130,9 +131,9 @@ def open_nvme_shelf(
     directory = Directory(slot_count, policy, journal, floor, terms.limits(slot_count, form.slot_bytes))
     directory.restore(found.records, time.monotonic())
     directory.trim()
-    budget = WriteBudget(terms.write_bytes_day, form.slot_bytes, time.time(), found.spent, journal)
+    budget = WriteBudget(terms.write_bytes_day, form.slot_bytes, time.time(), boot_s(), found.spent, journal)
     books = LocalBooks(directory, budget)
-    books.expire(time.time())
+    books.expire(time.time(), boot_s())
     log.info("NVMe shelf opened: %d slots, %d blocks there", slot_count, len(directory))
 
     def close_files(deadline_s: float, stuck: int) -> None:

@@ -58,6 +58,7 @@ FLOORS = {
         "layout_bytes",
         "file_watch",
         "process_limits",
+        "boot_clock",
         "metrics",
         "cache_directory",
         "digest_memory",

@@ -49,7 +49,7 @@ class Ledger:
         self._sums_bytes = slice_count * SUM_BYTES
         self._journal = journal
         self._directory = Directory(slab.slot_count, policy, self, generation_floor, limits)
-        self._budget = budget if budget is not None else WriteBudget(0, 0, 0.0)
+        self._budget = budget if budget is not None else WriteBudget(0, 0, 0.0, 0.0)
         self._writer, self._tenant = NOBODY, NO_TENANT
         self._claims = OwnerClaims()
         self._marks = Marks(slab, table, self._directory, self._claims)
@@ -179,10 +179,10 @@ class Ledger:
         """Take the pins of blocks back."""
         self._directory.unpin(hashes)
 
-    def expire(self, unix_s: float) -> None:
-        """It is so late: hide what has expired."""
+    def expire(self, unix_s: float, boot_s: float) -> None:
+        """It is so late, by the wall and the boot clock: hide what has expired."""
         self._directory.expire(unix_s)
-        self._budget.advance(unix_s)
+        self._budget.advance(unix_s, boot_s)
 
     def touch(self, hashes: Sequence[BlockHash], at: float, counts: bool) -> None:
         """Note a use of a chain's blocks, or only its time."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from msgspec import structs
 
+from kvtier.boot_clock import boot_s
 from kvtier.cache_directory import CacheDirectory
 from kvtier.errors import ShelfError
 from kvtier.eviction import LeastRecentlyUsed
@@ -124,7 +125,7 @@ def _open(name: str, folder: int, changing: bool) -> FoundLayout:
     limits = SlotLimits(pins_max, None)
     ledger = Ledger(NVME, slab, form.slice_count, table, journal, floor, LeastRecentlyUsed, limits)
     ledger.restore(found.records, [], time.monotonic())
-    ledger.expire(time.time())
+    ledger.expire(time.time(), boot_s())
     spent = found.spent if found.state is ReplayState.WHOLE else {}
     return FoundLayout(name, form, {NVME: ledger}, spent_bytes(spent, time.time()), journal)
 

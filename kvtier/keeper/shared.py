@@ -179,7 +179,7 @@ class SharedBooks:
         for piece in pieces(hashes):
             self._link.send(Unpin(self.tier_index, piece))
 
-    def expire(self, unix_s: float) -> None:
+    def expire(self, unix_s: float, boot_s: float) -> None:  # noqa: ARG002
         """See `Books`: the keeper does it for all; while it is away each for itself."""
         self._mirror.expire(unix_s)
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from kvtier.boot_clock import boot_s
 from kvtier.byte_text import needed_text
 from kvtier.cache_directory import CacheDirectory
 from kvtier.directory import SlotState
@@ -115,7 +116,7 @@ def take_dram(form: RowFormat, policy: PolicyMaker, terms: Terms, handed: Handov
         limits = terms.limits(handed.slot_count, form.slot_bytes)
         ledger = Ledger(DRAM, slab, form.slice_count, table, None, floor, policy, limits)
         ledger.restore(records, entries, now)
-        ledger.expire(time.time())
+        ledger.expire(time.time(), boot_s())
         undo.pop_all()
     return Opened(ledger)
 
@@ -161,11 +162,11 @@ def open_nvme(
         floor = max([found.generation, *seen]) + GENERATION_GAP
         journal = Journal(folder, shape, slab.descriptor, records, floor, spent=found.spent)
         undo.callback(journal.close, CLOSE_S)  # before its descriptors are somebody else's
-        budget = WriteBudget(terms.write_bytes_day, form.slot_bytes, time.time(), found.spent, journal)
+        budget = WriteBudget(terms.write_bytes_day, form.slot_bytes, time.time(), boot_s(), found.spent, journal)
         limits = terms.limits(slot_count, form.slot_bytes)
         ledger = Ledger(NVME, slab, form.slice_count, table, journal, floor, policy, limits, budget)
         ledger.restore(records, entries, now)
-        ledger.expire(time.time())
+        ledger.expire(time.time(), boot_s())
         ledger.frozen = not entries and any(is_locked(slab.descriptor, owner) for owner in range(OWNERS_MAX))
         undo.pop_all()
     return Opened(ledger, journal, folder)

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from kvtier.boot_clock import boot_s
 from kvtier.keeper.connection import Connection
 from kvtier.keeper.fields import OWNERS_MAX
 from kvtier.keeper.house import House
@@ -56,7 +57,7 @@ class Tender:
         present = self._house.present()
         for kept in self._house.layouts.values():
             for tier, ledger in kept.ledgers.items():
-                ledger.expire(time.time())
+                ledger.expire(time.time(), boot_s())
                 for owner in ledger.owners() - present:
                     if not self._house.lives(owner) and not kept.has_io(owner):
                         log.info("owner %d is gone, its slots of %s are free again", owner, TIER_NAMES[tier])

@@ -99,13 +99,13 @@ def test_what_a_row_was_raised_to_comes_back_pin_and_all(disk: Disk) -> None:
 def test_what_was_spent_comes_back_by_hour_and_is_bounded(disk: Disk) -> None:
     journal = disk.journal()
     for hour in range(100):
-        journal.spent(hour, 10 * hour)
-        journal.spent(hour, 10 * hour + 1)
+        journal.spent({hour: 10 * hour})
+        journal.spent({hour: 10 * hour + 1})
     assert journal.close(60.0)
     spent = {hour: 10 * hour + 1 for hour in range(100 - HOURS_MAX, 100)}
     assert replay(disk.folder, SHAPE).spent == spent
     again = Journal(disk.folder, SHAPE, disk.slab, [], 0, spent=spent)
-    again.spent(99, 7)
+    again.spent({99: 7})
     assert again.close(60.0) and replay(disk.folder, SHAPE).spent == spent | {99: 7}
 
 
@@ -123,22 +123,28 @@ def test_a_journal_of_an_older_version_is_foreign_and_impossible_numbers_are_dam
         assert replay(disk.folder, SHAPE).state is ReplayState.DAMAGED and replay(disk.folder, SHAPE).records == []
     for hour, spent_bytes in ((1 << 32, 1), (1, 1 << 62)):
         journal = disk.journal()
-        journal.spent(hour, spent_bytes)
+        journal.spent({hour: spent_bytes})
         assert journal.close(60.0) and replay(disk.folder, SHAPE).state is ReplayState.DAMAGED
 
 
-def test_what_was_spent_comes_back_though_the_clock_was_days_ahead_for_days(disk: Disk) -> None:
+@pytest.mark.parametrize("ahead_hours", [4000, -500])
+def test_what_was_spent_comes_back_though_the_clock_was_wrong_for_days_and_is_set_right(
+    disk: Disk, ahead_hours: int
+) -> None:
     journal = disk.journal()
-    now, ahead = 1000 * HOUR_S, 5000 * HOUR_S
-    budget = WriteBudget(1 << 40, 100, now, {}, journal)
-    for generation, unix_s in enumerate([now, *(ahead + hour * HOUR_S for hour in range(2 * HOURS_MAX)), now], 1):
-        budget.advance(unix_s)
-        budget.spend([Grant(0, generation)])
+    begun, hours = 1000, 2 * HOURS_MAX
+    budget = WriteBudget(1 << 40, 100, begun * HOUR_S, 0.0, {}, journal)
+    for hour in range(hours):
+        budget.advance((begun + hour + ahead_hours) * HOUR_S, hour * HOUR_S)
+        budget.spend([Grant(0, 1 + hour)])
+    now_s = (begun + hours) * HOUR_S
+    budget.advance(now_s, hours * HOUR_S)
     assert journal.close(10.0)
     spent = replay(disk.folder, SHAPE).spent
-    assert sum(spent.values()) == WriteBudget(1 << 40, 100, now, spent).spent_bytes == budget.spent_bytes > 0
-    again = Journal(disk.folder, SHAPE, disk.slab, [], 0, spent=spent)
-    assert again.close(10.0) and replay(disk.folder, SHAPE).spent == spent, "through a rewrite, too"
+    again = WriteBudget(1 << 40, 100, now_s, 0.0, spent)
+    assert sum(spent.values()) == again.spent_bytes == budget.spent_bytes == 24 * 100
+    rewritten = Journal(disk.folder, SHAPE, disk.slab, [], 0, spent=spent)
+    assert rewritten.close(10.0) and replay(disk.folder, SHAPE).spent == spent, "through a rewrite, too"
 
 
 def test_the_journal_of_a_longer_slab_takes_no_place_beside_its_rewrite(disk: Disk) -> None:

@@ -142,7 +142,7 @@ def test_a_granted_slots_header_is_gone_before_the_grant_is_known(slab: Slab) ->
 
 
 def test_what_the_write_budget_gave_for_nothing_comes_back(slab: Slab) -> None:
-    budget = WriteBudget(6 * SLOT_BYTES, SLOT_BYTES, 0.0)
+    budget = WriteBudget(6 * SLOT_BYTES, SLOT_BYTES, 0.0, 0.0)
     table = SlotTable.make(SLOTS)
     ledger = Ledger(1, slab, LAYOUT.layers, table, None, 0, LeastRecentlyUsed, None, budget)
     ledger.restore([], [], 0.0)
@@ -154,7 +154,7 @@ def test_what_the_write_budget_gave_for_nothing_comes_back(slab: Slab) -> None:
     assert ledger.reserve(0, 1, NO_TENANT) == [], "not by who does not have them"
     ledger.abandon(0, [*grants[2:4], *grants[2:4]], unused=True)
     assert len(ledger.reserve(0, 8, NO_TENANT)) == 2, "each once"
-    ledger.expire(25 * 3600.0)
+    ledger.expire(25 * 3600.0, 25 * 3600.0)
     assert len(ledger.reserve(0, 4, NO_TENANT)) == 4
     ledger.check()
 
@@ -237,7 +237,7 @@ def test_random_operations_keep_books_table_and_mirror_in_step_and_survive_takeo
             ledger.unpin(chance.sample(HASHES, 10))
         elif action == "expire":
             here = ledger.records()
-            ledger.expire(step)
+            ledger.expire(step, step)
             gone = [one for one in here if 0 < one.expiry_s <= step]
             assert sorted(ledger.records()) == sorted(one for one in here if one not in gone)
             expired += len(gone)
