@@ -35,18 +35,17 @@ class CacheDirectory:
     def __init__(self, path: Path, wait_s: float | None, lock: int | None = None) -> None:
         """Make or open `path` and lock it, waiting up to `wait_s` for another engine. ShelfError says what is wrong.
 
-        `wait_s` None: not locked by this process, or by whoever handed it the locked descriptor `lock`.
+        `wait_s` None: not locked by this process, or by whoever handed it the locked descriptor `lock`, which is taken
+        over, whatever happens.
         """
         self.path = path
         self.forking = threading.RLock()
         """Held while a descriptor is opened on a thread of its own, so that a child cannot inherit it unseen."""
         self._descriptors: list[int] = []
-        self._lock = -1
+        self._lock = -1 if lock is None else self.hold(lock)
         try:
             self.top = self.hold(_open_private_folder(path))
-            if lock is not None:
-                self._lock = self.hold(lock)
-            elif wait_s is not None:
+            if lock is None and wait_s is not None:
                 self._lock = self.hold(self.open_lock())
                 if not lock_exclusively(self._lock, time.monotonic() + wait_s):
                     raise ShelfError(
@@ -58,7 +57,7 @@ class CacheDirectory:
         except OSError as error:
             self.close()
             raise ShelfError(f"tiers.nvme.path: {path} cannot be used: {error.strerror}; {WAY_OUT}") from None
-        except ShelfError:
+        except BaseException:
             self.close()
             raise
         _close_in_children(self)

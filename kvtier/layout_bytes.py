@@ -44,13 +44,12 @@ def _journal_bytes_max(top: int, name: str) -> int:
         return 0
     try:
         slab = find_nvme_slab(folder)
+        slab.close()
         slices_max = min(SLICES_MAX, (slab.slot_bytes - HEADER_BYTES) // ALIGNMENT)
         slice_count = journal_slices(folder)
         if not 0 < slice_count <= slices_max:
             slice_count = slices_max
-        shape = JournalShape(slab.epoch, slab.slot_count, slice_count)
-        slab.close()
-        return shape.total_bytes_max
+        return JournalShape(slab.epoch, slab.slot_count, slice_count).total_bytes_max
     except ShelfError:  # no slab that books could be opened on as it is
         return 0
     finally:

@@ -84,8 +84,9 @@ def disk_read_bytes_s(folder: Path, row_bytes: int, row_count: int, readers: int
             descriptor = os.open(file.name, os.O_RDONLY | os.O_DIRECT)
         except OSError:
             return 0.0
-        buffers = [mmap.mmap(-1, row_bytes) for _ in range(row_count)]
+        buffers: list[mmap.mmap] = []
         try:
+            buffers += [mmap.mmap(-1, row_bytes) for _ in range(row_count)]
             with ThreadPoolExecutor(readers) as pool:
 
                 def read_all() -> None:

@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 GENERATION_GAP = 1 << 20
 """Generations skipped at each opening: more than an unsynced second of the last process can have used."""
 WATCH_END_S = 1.0
+JOURNAL_END_S = 10.0
 SCANS_IN_FLIGHT = 64
 
 
@@ -63,16 +64,21 @@ def open_dram_shelf(
     """
     form = row_format(layout, namespace)
     slot_count = dram_slot_count(form, budget_bytes)
-    slab = make_dram_slab(form.slot_bytes, slot_count)
     limits = limits if limits is not None else ShelfLimits(io.in_flight_max)
-    engine = dram_engine(slab, form, io, limits, wake, calls)
-    directory = Directory(slot_count, policy, limits=terms.limits(slot_count, form.slot_bytes))
+    with contextlib.ExitStack() as undo:
+        slab = make_dram_slab(form.slot_bytes, slot_count)
+        undo.callback(slab.close)
+        engine = dram_engine(slab, form, io, limits, wake, calls)
+        undo.callback(engine.close, 0.0)
+        directory = Directory(slot_count, policy, limits=terms.limits(slot_count, form.slot_bytes))
 
-    def close_files(_: float, stuck: int) -> None:
-        if not stuck:
-            slab.close()
+        def close_files(_: float, stuck: int) -> None:
+            if not stuck:
+                slab.close()
 
-    return Shelf(Tier.DRAM, form, slab, LocalBooks(directory), engine, limits, close_files)
+        shelf = Shelf(Tier.DRAM, form, slab, LocalBooks(directory), engine, limits, close_files)
+        undo.pop_all()
+    return shelf
 
 
 def open_nvme_shelf(
@@ -127,22 +133,24 @@ def open_nvme_shelf(
             journal = Journal(folder, shape, slab.descriptor, found.records, floor, journal_calls, spent=found.spent)
         except RuntimeError as error:
             raise ShelfError(f"NVMe shelf: there is no thread for it now ({error})") from None
+        undo.callback(journal.close, JOURNAL_END_S)  # before its descriptors are somebody else's
+        directory = Directory(slot_count, policy, journal, floor, terms.limits(slot_count, form.slot_bytes))
+        directory.restore(found.records, time.monotonic())
+        directory.trim()
+        budget = WriteBudget(terms.write_bytes_day, form.slot_bytes, time.time(), boot_s(), found.spent, journal)
+        books = LocalBooks(directory, budget)
+        books.expire(time.time(), boot_s())
+
+        def close_files(deadline_s: float, stuck: int) -> None:
+            end = time.monotonic() + deadline_s
+            watched = watch.close(deadline_s)
+            if journal.close(max(0.0, end - time.monotonic())) and watched and not stuck:
+                cache.close()
+
+        shelf = Shelf(Tier.NVME, form, slab, books, engine, limits, close_files, lambda: watch.gone)
         undo.pop_all()
-    directory = Directory(slot_count, policy, journal, floor, terms.limits(slot_count, form.slot_bytes))
-    directory.restore(found.records, time.monotonic())
-    directory.trim()
-    budget = WriteBudget(terms.write_bytes_day, form.slot_bytes, time.time(), boot_s(), found.spent, journal)
-    books = LocalBooks(directory, budget)
-    books.expire(time.time(), boot_s())
     log.info("NVMe shelf opened: %d slots, %d blocks there", slot_count, len(directory))
-
-    def close_files(deadline_s: float, stuck: int) -> None:
-        end = time.monotonic() + deadline_s
-        watched = watch.close(deadline_s)
-        if journal.close(max(0.0, end - time.monotonic())) and watched and not stuck:
-            cache.close()
-
-    return Shelf(Tier.NVME, form, slab, books, engine, limits, close_files, lambda: watch.gone)
+    return shelf
 
 
 def dram_engine(

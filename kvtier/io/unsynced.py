@@ -114,8 +114,9 @@ class UnsyncedCalls:
         identity = _identity(descriptor)
         file = self._files.get(identity)
         if file is None:
+            synced_bytes = os.fstat(descriptor).st_size
             plain = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
-            file = self._files[identity] = _File(plain, os.fstat(plain).st_size)
+            file = self._files[identity] = _File(plain, synced_bytes)
         return file
 
     def _check_power(self) -> None:

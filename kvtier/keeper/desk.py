@@ -94,7 +94,7 @@ class Desk:
         try:
             if call:
                 self.keeper = call_keeper(self.cache.top, answer_s)
-        except ShelfError:
+        except BaseException:
             self.cache.close()
             raise
 
@@ -189,9 +189,12 @@ class Desk:
         assert self.keeper is not None, "DRAM without a keeper"
         lent = _expect(Lent, self.keeper.ask(Borrow(layout.name)))
         descriptor = self.keeper.take_descriptor()
-        if lent.epoch != view.epoch or os.fstat(descriptor).st_size < lent.slots * slot_bytes:
+        try:
+            if lent.epoch != view.epoch or os.fstat(descriptor).st_size < lent.slots * slot_bytes:
+                raise ShelfError("DRAM was made anew meanwhile; run this again")
+        except BaseException:
             os.close(descriptor)
-            raise ShelfError("DRAM was made anew meanwhile; run this again")
+            raise
         return Slab(descriptor, 0, slot_bytes, lent.slots, lent.epoch)
 
     @contextlib.contextmanager
@@ -229,12 +232,15 @@ class Desk:
 def _locked(cache: CacheDirectory) -> Iterator[CacheDirectory]:
     """The same directory, locked as an engine with `sharing: false` would."""
     lock = cache.open_lock()
-    if not lock_exclusively(lock, time.monotonic() + LOCK_WAIT_S):
+    try:
+        if not lock_exclusively(lock, time.monotonic() + LOCK_WAIT_S):
+            raise ShelfError(
+                f"cache directory {cache.path} is in use by an engine with sharing: false, or a keeper has just come; "
+                "stop that engine, or try again"
+            )
+    except BaseException:
         os.close(lock)
-        raise ShelfError(
-            f"cache directory {cache.path} is in use by an engine with sharing: false, or a keeper has just come; "
-            "stop that engine, or try again"
-        )
+        raise
     locked = CacheDirectory(cache.path, None, lock)
     try:
         owners = locked.hold(open_owners(locked.top))

@@ -6,6 +6,7 @@ meanwhile is seen or not. To change takes the lock as an engine would, for as lo
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import re
@@ -104,28 +105,31 @@ def layout_names(top: int) -> list[str]:
 
 
 def _open(name: str, folder: int, changing: bool) -> FoundLayout:
-    slab = find_nvme_slab(folder)
-    try:
+    with contextlib.ExitStack() as undo:
+        slab = find_nvme_slab(folder)
+        undo.callback(slab.close)
         form = _form(folder, slab)
         if changing:
-            seen, slab_bytes = slab, form.slot_bytes
-            slab, _ = open_nvme_slab(
-                folder, slab_bytes, seen.slot_count, KernelCalls(), time.monotonic() + ORPHAN_WAIT_S, (KEEPER_BYTE, 1)
-            )
-            seen.close()
+            seen, end = undo.pop_all(), time.monotonic() + ORPHAN_WAIT_S
+            with seen:
+                lock = (KEEPER_BYTE, 1)
+                slab, _ = open_nvme_slab(folder, form.slot_bytes, slab.slot_count, KernelCalls(), end, lock)
+            undo.callback(slab.close)
         shape = JournalShape(slab.epoch, slab.slot_count, form.slice_count)
         found = recover_alone(folder, shape, slab, form)
         floor = max([found.generation, *(record.generation for record in found.records)]) + GENERATION_GAP
         table = SlotTable.make(slab.slot_count)
-    except BaseException:
-        slab.close()
-        raise
-    journal = Journal(folder, shape, slab.descriptor, found.records, floor, spent=found.spent) if changing else None
-    pins_max = max(STANDARD.limits(slab.slot_count, form.slot_bytes).pins_max, sum(row.pinned for row in found.records))
-    limits = SlotLimits(pins_max, None)
-    ledger = Ledger(NVME, slab, form.slice_count, table, journal, floor, LeastRecentlyUsed, limits)
-    ledger.restore(found.records, [], time.monotonic())
-    ledger.expire(time.time(), boot_s())
+        undo.callback(os.close, table.descriptor)
+        undo.callback(table.close)
+        journal = Journal(folder, shape, slab.descriptor, found.records, floor, spent=found.spent) if changing else None
+        if journal is not None:
+            undo.callback(journal.close, CLOSE_S)
+        pins_max = STANDARD.limits(slab.slot_count, form.slot_bytes).pins_max
+        limits = SlotLimits(max(pins_max, sum(row.pinned for row in found.records)), None)
+        ledger = Ledger(NVME, slab, form.slice_count, table, journal, floor, LeastRecentlyUsed, limits)
+        ledger.restore(found.records, [], time.monotonic())
+        ledger.expire(time.time(), boot_s())
+        undo.pop_all()
     spent = found.spent if found.state is ReplayState.WHOLE else {}
     return FoundLayout(name, form, {NVME: ledger}, spent_bytes(spent, time.time()), journal)
 

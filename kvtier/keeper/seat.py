@@ -122,14 +122,14 @@ class Seat:
             self._hold(table.descriptor, undo)
             if memory is not None:
                 slab = join_dram_slab(memory, self.form.slot_bytes, slot_count, epoch)
-                slab.descriptor = reopen(memory)
+                slab.descriptor = self._hold(reopen(memory), undo)
                 assert slab.mapping is not None
                 slab.mapping.madvise(mmap.MADV_DONTFORK)  # a child that outlives its parent would keep the memory
             else:
                 folder = self.cache.folder(self.layout)
                 undo.callback(self.cache.drop, folder)
                 slab = join_nvme_slab(folder, self.form.slot_bytes, slot_count, epoch)
-            self._hold(slab.descriptor, undo)
+                self._hold(slab.descriptor, undo)
             if not lock_byte(slab.descriptor, self.owner):
                 raise ShelfError(f"I/O of an engine that was owner {self.owner} is still under way")
             opened[tier] = SharedSlab(slab, table, memory)

@@ -122,7 +122,9 @@ def make_sealed(name: str, total_bytes: int) -> int:
     try:
         os.posix_fallocate(descriptor, 0, total_bytes)
         seal(descriptor)
-    except OSError as error:
+    except BaseException as error:
         os.close(descriptor)
-        raise ShelfError(f"{needed_text(total_bytes)} of memory refused ({error.strerror})") from None
+        if isinstance(error, OSError):
+            raise ShelfError(f"{needed_text(total_bytes)} of memory refused ({error.strerror})") from None
+        raise
     return descriptor

@@ -70,11 +70,10 @@ def knock(top: int) -> socket.socket | None:
         _, user, _ = struct.unpack("iII", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         if user != os.geteuid():
             raise ShelfError(f"the keeper belongs to user {user}")
-    except OSError:
+    except BaseException as error:
         link.close()
-        return None
-    except ShelfError:
-        link.close()
+        if isinstance(error, OSError):
+            return None
         raise
     return link
 

@@ -84,15 +84,14 @@ def make_dram(form: RowFormat, policy: PolicyMaker, terms: Terms, budget_bytes: 
         raise ShelfError(
             f"other row layouts leave too little of tiers.dram.bytes: one block takes {needed_text(form.slot_bytes)}"
         )
-    slab = make_dram_slab(form.slot_bytes, slot_count)
-    try:
-        table = SlotTable.make(slot_count)
-    except BaseException:
-        slab.close()
-        raise
-    limits = terms.limits(slot_count, form.slot_bytes)
-    ledger = Ledger(DRAM, slab, form.slice_count, table, None, 0, policy, limits)
-    ledger.restore([], [], 0.0)
+    with contextlib.ExitStack() as undo:
+        slab = make_dram_slab(form.slot_bytes, slot_count)
+        undo.callback(slab.close)
+        table = _make_table(slot_count, undo)
+        limits = terms.limits(slot_count, form.slot_bytes)
+        ledger = Ledger(DRAM, slab, form.slice_count, table, None, 0, policy, limits)
+        ledger.restore([], [], 0.0)
+        undo.pop_all()
     return Opened(ledger)
 
 
@@ -155,9 +154,7 @@ def open_nvme(
             entries = list(table.entries())
             records = _agreed(slab, form, entries, found.records)
         else:
-            table = SlotTable.make(slot_count)
-            undo.callback(os.close, table.descriptor)
-            undo.callback(table.close)
+            table = _make_table(slot_count, undo)
         seen = [record.generation for record in found.records] + [entry.generation for entry in entries]
         floor = max([found.generation, *seen]) + GENERATION_GAP
         journal = Journal(folder, shape, slab.descriptor, records, floor, spent=found.spent)
@@ -172,8 +169,16 @@ def open_nvme(
     return Opened(ledger, journal, folder)
 
 
+def _make_table(slot_count: int, undo: contextlib.ExitStack) -> SlotTable:
+    return _undone(SlotTable.make(slot_count), undo)
+
+
 def _take_table(handed: Handover, undo: contextlib.ExitStack) -> SlotTable:
-    table = SlotTable(handed.table, handed.slot_count, writable=True)
+    return _undone(SlotTable(handed.table, handed.slot_count, writable=True), undo)
+
+
+def _undone(table: SlotTable, undo: contextlib.ExitStack) -> SlotTable:
+    """Close it with what it belongs to, if that fails."""
     undo.callback(os.close, table.descriptor)
     undo.callback(table.close)
     return table

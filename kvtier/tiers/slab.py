@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import logging
 import mmap
 import os
@@ -88,6 +89,7 @@ def make_dram_slab(slot_bytes: int, slot_count: int, key: str = "tiers.dram.byte
     """A fresh memfd with every page allocated. ConfigError, naming `key`, if that much memory is not free."""
     total_bytes = slot_bytes * slot_count
     check_memory(key, total_bytes)
+    epoch = os.urandom(EPOCH_BYTES)
     descriptor = os.memfd_create("kvtier-dram", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, total_bytes)
@@ -96,10 +98,12 @@ def make_dram_slab(slot_bytes: int, slot_count: int, key: str = "tiers.dram.byte
         populate_by_advice(mapping)
         os.posix_fallocate(descriptor, 0, total_bytes)  # a hole would be a signal at some later write, not an error
         seal(descriptor)
-    except OSError as error:
+    except BaseException as error:
         os.close(descriptor)
-        raise ConfigError(f"{key}: {needed_text(total_bytes)} of memory refused ({error.strerror})") from None
-    return Slab(descriptor, 0, slot_bytes, slot_count, os.urandom(EPOCH_BYTES), mapping=mapping)
+        if isinstance(error, OSError):
+            raise ConfigError(f"{key}: {needed_text(total_bytes)} of memory refused ({error.strerror})") from None
+        raise
+    return Slab(descriptor, 0, slot_bytes, slot_count, epoch, mapping=mapping)
 
 
 def join_dram_slab(descriptor: int, slot_bytes: int, slot_count: int, epoch: bytes) -> Slab:
@@ -163,9 +167,10 @@ def open_nvme_slab(
             log.warning("NVMe slab resized from %d to %d slots", old_count, slot_count)
         _resize(slab, folder, fresh, calls)
         write_superblock(descriptor, SlabShape(slab.epoch, slot_bytes, slot_count), calls)
-        slab.descriptor, slab.direct = _reopen_direct(folder, descriptor)
-        os.close(descriptor)
+        plain = descriptor
+        slab.descriptor, slab.direct = _reopen_direct(folder, plain)
         descriptor = slab.descriptor
+        os.close(plain)
         _lock(descriptor, end, lock)
         descriptor = -1
         return slab, fresh
@@ -202,11 +207,10 @@ def find_nvme_slab(folder: int) -> Slab:
         room_bytes = os.fstat(descriptor).st_size - SUPERBLOCK_BYTES
         if row_bytes <= 0 or row_bytes % ALIGNMENT or not 0 < shape.slot_count * shape.slot_bytes <= room_bytes:
             raise ShelfError(f"{SLAB_NAME} is shorter than its superblock says; the next engine makes it whole")
-    except OSError as error:
+    except BaseException as error:
         os.close(descriptor)
-        raise ShelfError(f"{SLAB_NAME} cannot be read: {error.strerror}") from None
-    except ShelfError:
-        os.close(descriptor)
+        if isinstance(error, OSError):
+            raise ShelfError(f"{SLAB_NAME} cannot be read: {error.strerror}") from None
         raise
     return Slab(descriptor, SUPERBLOCK_BYTES, shape.slot_bytes, shape.slot_count, shape.epoch)
 
@@ -256,19 +260,30 @@ def _resize(slab: Slab, folder: int, fresh: bool, calls: SystemCalls) -> None:
 
 def _reopen_direct(folder: int, descriptor: int) -> tuple[int, bool]:
     """A descriptor of the same file for the engine's I/O, and whether it is direct."""
+    again = _open_direct(folder, descriptor)
+    direct = again is not None
+    again = again if again is not None else open_private(SLAB_NAME, os.O_RDWR, folder)
+    try:
+        if not os.path.samestat(os.fstat(again), os.fstat(descriptor)):
+            raise ShelfError("NVMe slab was replaced while it was opened")
+    except BaseException:
+        os.close(again)
+        raise
+    return again, direct
+
+
+def _open_direct(folder: int, descriptor: int) -> int | None:
+    """The slab file for direct I/O, `descriptor` being open on it; None, with a line why, where that cannot be."""
     alignment = direct_io_alignment(descriptor)
     refused = "the file system cannot"
     if alignment is None or 0 < alignment <= ALIGNMENT:
         try:
-            direct = open_private(SLAB_NAME, os.O_RDWR | os.O_DIRECT, folder)
+            return open_private(SLAB_NAME, os.O_RDWR | os.O_DIRECT, folder)
         except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):  # no reason to do without for good
+                raise
             refused = error.strerror or refused
-        else:
-            if os.path.samestat(os.fstat(direct), os.fstat(descriptor)):
-                return direct, True
-            os.close(direct)
-            raise ShelfError("NVMe slab was replaced while it was opened")
     elif alignment > ALIGNMENT:
         refused = f"it needs an alignment of {alignment} bytes"
     log.warning("NVMe slab uses buffered I/O, not direct I/O: %s", refused)
-    return open_private(SLAB_NAME, os.O_RDWR, folder), False
+    return None

@@ -14,6 +14,7 @@ import pytest
 from kvtier.errors import ConfigError, ShelfError
 from kvtier.io.base import KernelCalls
 from kvtier.io.faulty import Call, Effect, Fault, FaultyCalls
+from kvtier.io.files import open_private
 from kvtier.tiers.header import HEADER_BYTES
 from kvtier.tiers.slab import SLAB_NAME, direct_io_alignment, make_dram_slab, open_nvme_slab
 from kvtier.tiers.superblock import SUPERBLOCK_BYTES
@@ -222,3 +223,17 @@ def test_a_slab_is_whole_until_it_is_cut_short(folder: int, tmp_path: Path) -> N
     os.truncate(tmp_path / SLAB_NAME, slab.total_bytes - 1)
     assert not slab.is_whole()
     slab.close()
+
+
+def test_a_moment_without_descriptors_is_no_reason_to_do_without_direct_io(
+    folder: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def scarce(name: str, flags: int, folder: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return open_private(name, flags, folder)
+
+    monkeypatch.setattr("kvtier.tiers.slab.open_private", scarce)
+    with pytest.raises(ShelfError, match=os.strerror(errno.EMFILE)):
+        open_nvme_slab(folder, SLOT_BYTES, 5, KernelCalls())
+    assert "buffered" not in caplog.text
