@@ -22,7 +22,7 @@ from kvtier.directory import Directory
 from kvtier.errors import ConfigError, ShelfError
 from kvtier.eviction import LeastRecentlyUsed, PolicyMaker
 from kvtier.file_watch import FileWatch
-from kvtier.io.base import IoEngine, KernelCalls, SystemCalls
+from kvtier.io.base import IoEngine, KernelCalls, Mover, SystemCalls
 from kvtier.io.threads import ThreadsEngine
 from kvtier.io.uring import UringEngine
 from kvtier.journal import Journal
@@ -161,9 +161,10 @@ def dram_engine(
     wake: Callable[[], None],
     calls: SystemCalls | None,
 ) -> ThreadsEngine:
-    """What moves rows of a DRAM slab: copies within memory, or `calls` on its descriptor if there are any."""
-    mover = MappedMover(slab, form.slice_bytes) if calls is None else None
-    return ThreadsEngine(io.readers, io.writers, limits.in_flight_max, wake, calls, mover)
+    """What moves rows of a DRAM slab: copies within memory. `calls` may stand before them, with faults."""
+    mover: Mover = MappedMover(slab, form.slice_bytes)
+    mover = mover if calls is None else calls.mover(mover)
+    return ThreadsEngine(io.readers, io.writers, limits.in_flight_max, wake, mover=mover)
 
 
 def nvme_engine(

@@ -176,6 +176,9 @@ class SystemCalls(Protocol):
         With `slice_bytes` sums are taken of last buffers, which are whole such slices.
         """
 
+    def mover(self, mover: Mover) -> Mover:
+        """What moves rows of mapped memory, which needs no calls: `mover`, or what stands before it."""
+
 
 class KernelCalls:
     """`SystemCalls` as the kernel serves them."""
@@ -203,6 +206,10 @@ class KernelCalls:
         except ImportError:
             raise OSError(errno.ENOSYS, "kvtier._native was not built") from None
         return NativeRing(depth, slice_bytes, tuple(Operation), IoResult)
+
+    def mover(self, mover: Mover) -> Mover:
+        """Nothing stands before it."""
+        return mover
 
 
 def uninterrupted(call: Callable[_Given, _Answer], /, *arguments: _Given.args, **named: _Given.kwargs) -> _Answer:

@@ -17,7 +17,8 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvtier.io.base import Ended, IoRequest, IoResult, KernelCalls, Operation, Ring, SystemCalls
+from kvtier.io.base import Ended, IoRequest, IoResult, KernelCalls, Mover, Operation, Ring, SystemCalls
+from kvtier.io.threads import CallMover
 from kvtier.io.unsynced import UnsyncedCalls
 
 
@@ -114,6 +115,22 @@ class FaultyCalls:
         self._strike(Call.SETUP, ())
         return FaultyRing(self, self._inner.ring(depth, slice_bytes), depth)
 
+    def mover(self, mover: Mover) -> Mover:
+        """See `SystemCalls`."""
+        return FaultyMover(self, self._inner.mover(mover))
+
+    @property
+    def may_wait(self) -> bool:
+        """Some of the script lets a call wait."""
+        return any(fault.effect in (Effect.DELAY, Effect.HANG) for fault in self._faults)
+
+    def passes(self, call: Call) -> bool:
+        """Whether the next call of a kind suffers nothing; then it has begun."""
+        with self._lock:
+            passes = not any(fault.strikes(call, self._counts[call] + 1) for fault in self._faults)
+            self._counts[call] += passes
+            return passes
+
     def begin(self, call: Call) -> list[Fault]:
         """A call begins: count it; returns the faults that it suffers."""
         with self._lock:
@@ -141,6 +158,30 @@ class FaultyCalls:
 
     def _strike(self, call: Call, buffers: Sequence[memoryview]) -> Sequence[memoryview]:
         return self.suffer(self.begin(call), buffers)
+
+
+class FaultyMover:
+    """A `Mover` whose requests count as calls. What a fault strikes is made of calls, the rest is the inner one's."""
+
+    def __init__(self, calls: FaultyCalls, inner: Mover) -> None:
+        self._calls, self._inner, self._struck = calls, inner, CallMover(calls)
+
+    @property
+    def batch_max(self) -> int:
+        """See `Mover`. One that may wait does so alone."""
+        return 1 if self._calls.may_wait else self._inner.batch_max
+
+    def move(self, requests: Sequence[IoRequest]) -> list[IoResult]:
+        """See `Mover`."""
+        results: dict[int, IoResult] = {}
+        passing: list[IoRequest] = []
+        for request in requests:
+            if self._calls.passes(CALLS[request.operation]):
+                passing.append(request)
+            else:
+                [results[request.tag]] = self._struck.move([request])
+        results |= {result.tag: result for result in (self._inner.move(passing) if passing else ())}
+        return [results[request.tag] for request in requests]
 
 
 class FaultyRing:
@@ -253,7 +294,6 @@ def _first(buffers: Sequence[memoryview], limit: int) -> list[memoryview]:
     """The first `limit` bytes of a run of buffers."""
     kept: list[memoryview] = []
     for buffer in buffers:
-        if limit > 0:
-            kept.append(buffer[:limit])
-            limit -= min(limit, buffer.nbytes)
+        kept += [buffer[:limit]] if limit > 0 else []
+        limit -= min(limit, buffer.nbytes)
     return kept

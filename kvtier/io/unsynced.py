@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvtier.block import ALIGNMENT
-from kvtier.io.base import KernelCalls, Ring, SystemCalls
+from kvtier.io.base import KernelCalls, Mover, Ring, SystemCalls
 
 
 @dataclass(eq=False, slots=True)
@@ -87,6 +87,10 @@ class UnsyncedCalls:
     def ring(self, depth: int, slice_bytes: int) -> Ring:  # noqa: ARG002
         """See `SystemCalls`. There is none: what it wrote would not be remembered."""
         raise OSError(errno.ENOSYS, "writes through an io_uring cannot be taken back")
+
+    def mover(self, mover: Mover) -> Mover:
+        """See `SystemCalls`. Memory is gone in a power cut, whatever is done."""
+        return mover
 
     def cut(self, seed: int | None = None) -> int:
         """The power fails: each unsynced page goes back to a state since its last sync; returns how many lost writes.

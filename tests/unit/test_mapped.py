@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -10,8 +11,8 @@ import pytest
 from xxhash import xxh3_64_digest
 
 from kvtier.io.base import IoRequest, IoResult, Operation
-from kvtier.io.faulty import FaultyCalls
-from kvtier.io.threads import CallMover, ThreadsEngine
+from kvtier.io.faulty import Call, Effect, Fault, FaultyCalls, FaultyMover
+from kvtier.io.threads import ThreadsEngine
 from kvtier.shelves import open_dram_shelf
 from kvtier.tiers.mapped import BATCH_BYTES, MappedMover
 from kvtier.tiers.slab import Slab, make_dram_slab
@@ -140,12 +141,27 @@ def test_a_batch_is_bounded_by_its_bytes() -> None:
         slab.close()
 
 
-def test_a_dram_shelf_copies_within_memory_unless_it_is_given_calls() -> None:
-    for calls, kind in ((None, MappedMover), (FaultyCalls(), CallMover)):
-        shelf = open_dram_shelf(LAYOUT, NAMESPACE, SLOT_BYTES, IO, lambda: None, calls=calls)
+def test_a_dram_shelf_copies_within_memory_and_only_what_a_fault_strikes_is_made_of_calls(bench: Bench) -> None:
+    disk = FaultyCalls()
+    calls = FaultyCalls([Fault(Call.READ, nth, Effect.ERROR, errno.EIO) for nth in (3, 5)], inner=disk)
+    for given, kind in ((None, MappedMover), (calls, FaultyMover)):
+        shelf = open_dram_shelf(LAYOUT, NAMESPACE, SLOT_BYTES, IO, lambda: None, calls=given)
         engine = shelf._transfers._engine
         assert isinstance(engine, ThreadsEngine) and type(engine._reads._mover) is kind
         shelf.close(60.0)
+    mover = FaultyMover(calls, bench.mover)
+    rows = [aligned(LAYOUT.row_bytes) for _ in HASHES]
+    asked = [request(Operation.READ, bench.slab, slot, row, skip=HEADER_BYTES) for slot, row in enumerate(rows)]
+    asked = [one._replace(descriptor=bench.slab.descriptor) for one in asked]
+    results = mover.move(asked)
+    assert [result.tag for result in results] == [one.tag for one in asked]
+    assert [result.error_number for result in results] == [None, None, errno.EIO, None, errno.EIO, None]
+    right = [payload(block_hash) for block_hash in HASHES]
+    assert [row == right[place] for place, row in enumerate(rows)] == [True, True, False, True, False, True]
+    assert bench.mover.counts == [4] and (calls.count(Call.READ), disk.count(Call.READ)) == (6, 0)
+    calls.inject([Fault(Call.READ, 7, Effect.SHORT, 4096)])
+    assert mover.move(asked[2:3])[0].moved_bytes == LAYOUT.row_bytes and rows[2] == right[2]
+    assert disk.count(Call.READ) == 2, "in two pieces"
 
 
 def test_without_sums_any_buffers_move_as_they_are(bench: Bench) -> None:
