@@ -26,6 +26,7 @@ from kvtier.io.base import IoEngine, KernelCalls, Mover, SystemCalls
 from kvtier.io.threads import ThreadsEngine
 from kvtier.io.uring import UringEngine
 from kvtier.journal import Journal
+from kvtier.process_limits import what_is_short
 from kvtier.rebuild import scan_headers
 from kvtier.replay import JournalShape, Replay, ReplayState, replay
 from kvtier.shelf import Shelf
@@ -182,7 +183,10 @@ def nvme_engine(
             depths = io.reads_at_once, io.writes_at_once
             return UringEngine(calls, *depths, limits.in_flight_max, wake, form.slice_bytes)
         except OSError as error:
-            log.warning("io.engine: no io_uring here (%s), NVMe is read and written by threads", error.strerror)
+            short = what_is_short(error)
+            lasting = ", until the shelf is opened anew, whatever is free by then" if short else ""
+            text = "io.engine: no io_uring here (%s), NVMe is read and written by threads%s"
+            log.warning(text, short or error.strerror, lasting)
     return ThreadsEngine(io.readers, io.writers, limits.in_flight_max, wake, calls)
 
 
