@@ -12,6 +12,7 @@ import os
 import selectors
 import socket
 import struct
+import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 
@@ -21,6 +22,7 @@ from kvtier.keeper.wire import KEEPER_DECODER, HeldGrants, ToEngine, ToKeeper
 
 READ_BYTES = 256 << 10
 QUEUE_BYTES_MAX = 64 << 20
+"""Of memory, for what one engine has yet to read."""
 CHUNK_BYTES = 256 << 10
 GREETING_BYTES_MAX = 16 << 10
 """What is kept of the first message of somebody who may never end it; a greeting has less than 1 KiB."""
@@ -60,6 +62,11 @@ class Connection:
         self._buffer = memoryview(b"")
         self.heard_at = now
         """When it came, or an operator asked last."""
+
+    @property
+    def unread_bytes(self) -> int:
+        """Memory of what is queued; what is made when its turn comes has none yet."""
+        return self._queued_bytes + len(self._buffer)
 
     @property
     def wants_to_write(self) -> bool:
@@ -122,7 +129,7 @@ class Connection:
     def send_bytes(self, data: bytes) -> None:
         """Queue a framed message."""
         self._queue.append(data)
-        self._queued_bytes += len(data)
+        self._queued_bytes += sys.getsizeof(data)
 
     def send_lazily(self, frames: Iterator[bytes]) -> None:
         """Queue framed messages that are made when their turn comes."""
@@ -156,7 +163,7 @@ class Connection:
             first = self._queue[0]
             if isinstance(first, bytes):
                 self._queue.popleft()
-                self._queued_bytes -= len(first)
+                self._queued_bytes -= sys.getsizeof(first)
             else:
                 made = next(first, None)
                 if made is None:

@@ -36,6 +36,8 @@ WATCH_END_S = 1.0
 BACKLOG = 128
 GREETINGS_MAX = 128
 """Connections that have not joined yet."""
+UNREAD_BYTES_MAX = 256 << 20
+"""Of memory, for what all engines together have yet to read."""
 
 
 class Server:
@@ -84,6 +86,7 @@ class Server:
                 self._say_farewell("its files are gone or replaced")
             self._teller.tell()
             self._flush()
+            self._bound_unread()
         self._leave()
 
     def _ring(self) -> None:
@@ -187,6 +190,16 @@ class Server:
             if connection.events != events:
                 connection.events = events
                 self._selector.modify(connection.link, events, connection)
+
+    def _bound_unread(self) -> None:
+        """End the connections that are furthest behind until the others' queues fit together."""
+        connections = self._house.connections.values()
+        over_bytes = sum([one.unread_bytes for one in connections]) - UNREAD_BYTES_MAX
+        while over_bytes > 0:
+            furthest = max(connections, key=lambda one: one.unread_bytes)
+            over_bytes -= furthest.unread_bytes
+            log.warning("owner %s is hung up on: of all that do not read it is furthest behind", furthest.owner)
+            self._end(furthest)
 
     # ---- leaving ---------------------------------------------------------------------------------------------------
 

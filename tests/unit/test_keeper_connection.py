@@ -6,6 +6,7 @@ import os
 import socket
 import struct
 import threading
+import tracemalloc
 from collections.abc import Iterator
 
 import pytest
@@ -54,6 +55,23 @@ def test_who_does_not_read_is_cut_off_at_the_bound(pair: Pair, monkeypatch: pyte
     with pytest.raises(ConnectionResetError):
         tell_on()
     assert 1 << 20 < sum(told) < 3 << 20, "the bound and what the socket itself holds"
+
+
+def test_small_messages_are_counted_with_what_each_takes_of_memory(pair: Pair) -> None:
+    connection, far = pair
+    piece = frame(Gone(0, []))
+    tracemalloc.start()
+    try:
+        for _ in range(100_000):
+            connection.send_bytes(bytes(bytearray(piece)))
+        taken_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert 0.8 * taken_bytes < connection.unread_bytes < 1.2 * taken_bytes
+    while connection.wants_to_write:
+        connection.flush()
+        drain(far)
+    assert connection.unread_bytes == 0
 
 
 def test_a_long_snapshot_takes_turns_and_what_changes_meanwhile_comes_after_it(

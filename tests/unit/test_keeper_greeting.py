@@ -20,6 +20,7 @@ from kvtier.eviction import POLICIES
 from kvtier.io.base import KernelCalls
 from kvtier.keeper import openings
 from kvtier.keeper.fields import TermsSent
+from kvtier.keeper.frames import frame
 from kvtier.keeper.opening import SharedShelves
 from kvtier.keeper.owners import lock_byte, open_owners
 from kvtier.keeper.server import Server
@@ -31,6 +32,7 @@ from kvtier.keeper.wire import (
     PROTOCOL_VERSION,
     Granted,
     Join,
+    Publish,
     Published,
     Refused,
     Reporter,
@@ -542,6 +544,20 @@ def test_memory_on_its_way_out_is_not_given_to_another_layout_yet(
     assert isinstance(answer, Welcome) and answer.slabs == [] and "too little" in answer.notes[0]
     leaving.set()
     assert second.hear_the_end(), "hung up on, to come again"
+
+
+def test_of_those_that_do_not_read_the_one_that_is_furthest_behind_is_hung_up_on(
+    call: Callable[[], Caller], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier.keeper.server.UNREAD_BYTES_MAX", 4 << 20)
+    reads, little, much = call(), call(), call()
+    for caller in (reads, little, much):
+        caller.join()
+    question = frame(Publish(1, 0, [], later()))
+    little.link.sendall(30_000 * question)
+    with pytest.raises(ConnectionError):
+        much.link.sendall(400_000 * question)
+    assert reads.reserve(1, later()) == little.reserve(1, later()) == 1, "though it has not read for long"
 
 
 def test_what_the_books_of_shared_shelves_count_is_published_by_one_engine(
