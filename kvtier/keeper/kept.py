@@ -6,6 +6,7 @@ end of it in. Knows no engine. Owned by the house; opened by openings.py.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -16,8 +17,8 @@ from kvtier.errors import ConfigError, KvtierError
 from kvtier.eviction import PolicyMaker
 from kvtier.keeper.ledger import Ledger
 from kvtier.keeper.owners import is_locked
-from kvtier.keeper.takeover import Opened
-from kvtier.keeper.wire import DRAM, NVME, TIER_NAMES
+from kvtier.keeper.takeover import CLOSE_S, Opened
+from kvtier.keeper.wire import DRAM, NVME, TIER_NAMES, Numbers
 from kvtier.process_limits import what_is_short
 from kvtier.terms import Terms
 from kvtier.tiers.header import RowFormat
@@ -72,13 +73,20 @@ class KeptLayout:
     lonely_since: float = 0.0
     """When somebody of this layout was here last."""
     leaving: list[tuple[threading.Thread, int]] = field(default_factory=list)
-    """Threads that give memory back, and how many bytes each."""
+    """Threads that let tiers go, and how many bytes of memory each."""
+    told: dict[int, Numbers] = field(default_factory=dict)
+    """What engines were told last of each tier."""
+
+    @property
+    def is_leaving(self) -> bool:
+        """Tiers are on their way out."""
+        self.leaving = [(thread, held_bytes) for thread, held_bytes in self.leaving if thread.is_alive()]
+        return bool(self.leaving)
 
     @property
     def leaving_bytes(self) -> int:
         """Bytes of DRAM that are on their way out, and not free yet."""
-        self.leaving = [(thread, held_bytes) for thread, held_bytes in self.leaving if thread.is_alive()]
-        return sum(held_bytes for _, held_bytes in self.leaving)
+        return sum(held_bytes for _, held_bytes in self.leaving) if self.is_leaving else 0
 
     @property
     def ledgers(self) -> dict[int, Ledger]:
@@ -103,12 +111,14 @@ class KeptLayout:
         return any(is_locked(ledger.slab.descriptor, owner) for ledger in self.ledgers.values())
 
     def is_current(self, cache: CacheDirectory) -> bool:
-        """Whether its files are still those of their names. Any thread."""
+        """Whether its files are still those of their names, or have been let go of. Any thread."""
         opened = self.opened.get(NVME)
         if opened is None:
             return True
-        slab = opened.ledger.slab
-        return slab.is_whole() and cache.is_current(SLAB_NAME, slab.descriptor, opened.folder)
+        slab, current = opened.ledger.slab, False
+        with contextlib.suppress(OSError):
+            current = slab.is_whole() and cache.is_current(SLAB_NAME, slab.descriptor, opened.folder)
+        return current or self.opened.get(NVME) is not opened
 
     def take_in(self) -> list[int]:
         """End what has been opened; the tiers that are there now and were not before."""
@@ -135,8 +145,30 @@ class KeptLayout:
             log.warning("layout %s without %s", self.name, text)
         self.notes[tier] = text
 
+    def leave(self, cache: CacheDirectory) -> None:
+        """Let everything go on a thread, however long the disk takes. RuntimeError: there can be no more threads."""
+        opened = dict(self.opened)
+        arguments = (list(opened.values()), cache)
+        closing = threading.Thread(target=_close_all, args=arguments, name="kvtier-closing", daemon=True)
+        self.opened.clear()  # before any descriptor is closed: see `is_current`
+        try:
+            closing.start()
+        except RuntimeError:
+            self.opened.update(opened)
+            raise
+        self.told.clear()
+        self.leaving.append((closing, opened[DRAM].ledger.slab.total_bytes if DRAM in opened else 0))
+
     def close(self, cache: CacheDirectory) -> None:
         """Bring the journal to disk and let everything go; waits for the disk."""
         for opened in self.opened.values():
             opened.close(cache)
         self.opened.clear()
+        for thread, _ in self.leaving:
+            thread.join(CLOSE_S)
+
+
+def _close_all(opened: Sequence[Opened], cache: CacheDirectory) -> None:
+    for one in opened:
+        while not one.close(cache):
+            pass

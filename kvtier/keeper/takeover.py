@@ -63,11 +63,11 @@ class Opened:
     folder: int = -1
     """Descriptor of NVMe's folder."""
 
-    def close(self, cache: CacheDirectory) -> None:
-        """Bring the journal to disk and let everything go; waits for the disk."""
+    def close(self, cache: CacheDirectory) -> bool:
+        """Bring the journal to disk and let everything go; False, with all as it was: the disk takes too long."""
         ledger = self.ledger
         if self.journal is not None and not self.journal.close(CLOSE_S):
-            return  # its thread may still write through these descriptors
+            return False  # its thread may still write through these descriptors
         if self.journal is not None:
             cache.drop(ledger.slab.descriptor)
             cache.drop(self.folder)
@@ -75,6 +75,7 @@ class Opened:
             ledger.slab.close()
         ledger.table.close()
         os.close(ledger.table.descriptor)
+        return True
 
 
 def make_dram(form: RowFormat, policy: PolicyMaker, terms: Terms, budget_bytes: int) -> Opened:

@@ -12,7 +12,7 @@ from kvtier.keeper.connection import Connection
 from kvtier.keeper.fields import as_rows
 from kvtier.keeper.frames import frame
 from kvtier.keeper.house import House
-from kvtier.keeper.wire import Numbers, Reporter, Snapshot
+from kvtier.keeper.wire import Reporter, Snapshot
 from kvtier.record import Record
 
 SNAPSHOT_ROWS = 512
@@ -23,7 +23,6 @@ class Teller:
 
     def __init__(self, house: House) -> None:
         self._house = house
-        self._numbers_told: dict[tuple[str, int], Numbers] = {}
 
     def tell(self, but: Connection | None = None) -> None:
         """Tell mirrors what has changed since the last call; `but`: who knows it already."""
@@ -35,8 +34,8 @@ class Teller:
                 for data in [frame(change) for change in changes] if others else ():
                     for connection in others:
                         connection.send_bytes(data)
-                if self._numbers_told.get((name, tier)) != numbers:
-                    self._numbers_told[(name, tier)] = numbers
+                if kept.told.get(tier) != numbers:
+                    kept.told[tier] = numbers
                     for connection in joined:
                         connection.send(numbers)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable
 
@@ -17,8 +16,9 @@ from kvtier.keeper.connection import Connection
 from kvtier.keeper.fields import OWNERS_MAX
 from kvtier.keeper.house import House
 from kvtier.keeper.kept import KeptLayout
+from kvtier.keeper.ledger import Ledger
 from kvtier.keeper.owners import OWNERS_NAME, is_locked
-from kvtier.keeper.wire import DRAM, NVME, SOCKET_NAME, TIER_NAMES
+from kvtier.keeper.wire import NVME, SOCKET_NAME, TIER_NAMES
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class Tender:
             if connection.joined and connection.owner is not None and not self._house.lives(connection.owner):
                 self._end(connection)
         present = self._house.present()
-        for kept in self._house.layouts.values():
+        for kept in list(self._house.layouts.values()):
             for tier, ledger in kept.ledgers.items():
                 ledger.expire(time.time(), boot_s())
                 for owner in ledger.owners() - present:
@@ -89,21 +89,21 @@ class Tender:
             return False
 
     def _let_go(self, kept: KeptLayout, now: float) -> None:
-        """Give the memory of a layout back that nobody has open any more, so that another layout can have it."""
-        dram = kept.opened.get(DRAM)
+        """Let a layout go that nobody has open any more, so that another can have its memory, and its place."""
         here = any(connection.layout == kept.name for connection in self._house.connections.values())
-        if dram is None or here or kept.openings:
+        if here or kept.openings or any(map(_is_used, kept.ledgers.values())):
             kept.lonely_since = now
-            return
-        descriptor = dram.ledger.slab.descriptor
-        if dram.ledger.owners() or any(is_locked(descriptor, owner) for owner in range(OWNERS_MAX)):
-            kept.lonely_since = now
+        elif not kept.opened:
+            if not kept.is_leaving:
+                del self._house.layouts[kept.name]
         elif now - kept.lonely_since >= self.linger_s and (self._house.present() or self._house.living()):
-            closing = threading.Thread(target=dram.close, args=(self._house.cache,), name="kvtier-closing", daemon=True)
             try:
-                closing.start()
+                kept.leave(self._house.cache)
             except RuntimeError:  # no more threads: the next look tries again
                 return
-            log.info("layout %s: nobody uses its DRAM, it is free again", kept.name)
-            del kept.opened[DRAM]
-            kept.leaving.append((closing, dram.ledger.slab.total_bytes))
+            log.info("layout %s: nobody uses it, its memory is free again", kept.name)
+
+
+def _is_used(ledger: Ledger) -> bool:
+    """Whether an owner has a claim on a slot, or I/O through the slab may be under way."""
+    return bool(ledger.owners()) or any(is_locked(ledger.slab.descriptor, owner) for owner in range(OWNERS_MAX))

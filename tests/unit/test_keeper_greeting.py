@@ -7,7 +7,9 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -21,11 +23,12 @@ from kvtier.io.base import KernelCalls
 from kvtier.keeper import openings
 from kvtier.keeper.fields import TermsSent
 from kvtier.keeper.frames import frame
+from kvtier.keeper.kept import KeptLayout
 from kvtier.keeper.opening import SharedShelves
 from kvtier.keeper.owners import lock_byte, open_owners
 from kvtier.keeper.server import Server
 from kvtier.keeper.slot_table import ENTRY_BYTES, make_sealed
-from kvtier.keeper.takeover import Opened
+from kvtier.keeper.takeover import Opened, open_nvme
 from kvtier.keeper.tending import Tender
 from kvtier.keeper.wire import (
     OTHERS,
@@ -45,7 +48,9 @@ from kvtier.metrics import Metrics
 from kvtier.record import NO_TENANT, Grant, tenant_digest
 from kvtier.retention import PLAIN, Retention
 from kvtier.shelf import ShelfOutcome, WriteItem
+from kvtier.shelves import row_format
 from kvtier.store import Store
+from kvtier.terms import STANDARD
 from kvtier.tiers.hbm import HbmArena
 from kvtier.tiers.slab import SLAB_NAME, open_nvme_slab
 from tests.rows import IO, LAYOUT, NAMESPACE, NVME_BYTES, SLOT_BYTES, Bell, ShelfUser, block_hashes, filled
@@ -522,10 +527,10 @@ def test_memory_on_its_way_out_is_not_given_to_another_layout_yet(
     keeper.linger_s = 0.3
     leaving, begun, close = threading.Event(), threading.Event(), Opened.close
 
-    def slowly(opened: Opened, cache: CacheDirectory) -> None:
+    def slowly(opened: Opened, cache: CacheDirectory) -> bool:
         begun.set()
         assert leaving.wait(60)
-        close(opened, cache)
+        return close(opened, cache)
 
     monkeypatch.setattr(Opened, "close", slowly)
     first, second = call(), call()
@@ -544,6 +549,78 @@ def test_memory_on_its_way_out_is_not_given_to_another_layout_yet(
     assert isinstance(answer, Welcome) and answer.slabs == [] and "too little" in answer.notes[0]
     leaving.set()
     assert second.hear_the_end(), "hung up on, to come again"
+
+
+def test_places_of_layouts_that_nobody_uses_go_to_others(
+    keeper: Tender, call: Callable[[], Caller], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier.keeper.greeting.LAYOUTS_MAX", 4)
+    keeper.linger_s = 0.1
+    call().join()
+
+    def is_welcome(number: int, nvme_bytes: int) -> bool:
+        visitor = call()
+        visitor.say(msgspec.structs.replace(HELLO, layout=f"{number:032x}", budgets=[0, nvme_bytes]))
+        answer = visitor.hear()
+        visitor.hang_up()
+        assert isinstance(answer, Welcome) or (isinstance(answer, Refused) and "share" in answer.reason), answer
+        return isinstance(answer, Welcome)
+
+    for number in range(20):  # the first gets its slab, the others none
+        until(partial(is_welcome, number, 1 if number else NVME_BYTES))
+    until(lambda: list(keeper._house.layouts) == [HELLO.layout])
+
+
+def test_a_layout_that_was_let_go_comes_back_warm(
+    keeper: Tender, call: Callable[[], Caller], share: Callable[..., SharedShelves]
+) -> None:
+    keeper.linger_s = 0.1
+    stays = call()
+    stays.say(msgspec.structs.replace(OTHER, budgets=[4 * SLOT_BYTES, 0]))
+    answer = stays.hear()
+    assert isinstance(answer, Welcome)
+    assert lock_byte(stays.cache.hold(open_owners(stays.cache.top)), answer.owner)
+    stays.say(Join([], []))
+    for turn in range(3):
+        shared = share(dram_bytes=0)
+        assert shared.try_open(60)
+        until(partial(is_open, shared))
+        user = ShelfUser(shared.shelves[Tier.NVME], Bell())
+        until(partial(is_written, user, HASHES[turn]))
+        assert user.hits(HASHES[: turn + 1]) == turn + 1
+        shared.close()
+        until(lambda: list(keeper._house.layouts) == [OTHER.layout])
+
+
+def test_a_look_at_files_that_are_let_go_of_meanwhile_finds_nothing_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, form = CacheDirectory(tmp_path / "other", 0.0), row_format(LAYOUT, NAMESPACE)
+    kept = KeptLayout(HELLO.layout, form, POLICIES["lru"], (STANDARD, STANDARD))
+    kept.opened[1] = open_nvme(cache, kept.name, form, kept.policy, STANDARD, NVME_BYTES, None, 0.0)
+    assert kept.is_current(cache)
+    (tmp_path / "other" / kept.name / SLAB_NAME).rename(tmp_path / "away")
+    assert not kept.is_current(cache)
+    look = CacheDirectory.is_current
+
+    def slowly(cache: CacheDirectory, *arguments: Any) -> bool:
+        kept.leave(cache)
+        until(lambda: not kept.is_leaving)
+        return look(cache, *arguments)
+
+    monkeypatch.setattr(CacheDirectory, "is_current", slowly)
+    assert kept.is_current(cache)
+    cache.close()
+
+
+def is_open(shared: SharedShelves) -> bool:
+    shared.poll(time.monotonic())
+    return len(shared.shelves) > 0
+
+
+def is_written(user: ShelfUser, block_hash: bytes) -> bool:
+    user.shelf.poll(time.monotonic())
+    return write_one(user, block_hash) is ShelfOutcome.DONE
 
 
 def test_of_those_that_do_not_read_the_one_that_is_furthest_behind_is_hung_up_on(
