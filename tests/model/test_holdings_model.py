@@ -86,6 +86,10 @@ class Line:
     def send_lazily(self, frames: Iterable[bytes]) -> None:
         self.down.extend(frames)
 
+    @property
+    def has_news(self) -> bool:
+        return bool(self.inbox)
+
     def take(self) -> list[object]:
         taken, self.inbox = self.inbox, []
         return taken
@@ -112,7 +116,7 @@ class Keeper:
         self.ledger = Ledger(0, slab, LAYOUT.layers, table, None, floor, LeastRecentlyUsed, limits)
         self.ledger.restore(records, list(table.entries()), 0.0)
         house: Any = SimpleNamespace(
-            layouts={LAYOUT_NAME: SimpleNamespace(ledgers={0: self.ledger})},
+            layouts={LAYOUT_NAME: SimpleNamespace(ledgers={0: self.ledger}, told={})},
             joined=lambda _: [line for line in lines if line.joined],
             lives=lambda _: True,
         )
