@@ -37,22 +37,12 @@ from kvtier.namespace import namespace_digest
 from kvtier.process_limits import what_is_short
 from kvtier.shelf import Shelf
 from kvtier.shelves import dram_slot_count, open_dram_shelf, open_nvme_shelf, row_format
-from kvtier.sizing import (
-    hbm_slot_count,
-    landing_count,
-    near_row_count,
-    resolve,
-    shelf_count,
-    spare_count,
-    staging_bytes,
-    working_set_count,
-)
+from kvtier.sizing import TierSizes, nvme_slots_planned, resolve, spare_count, tier_sizes, working_set_count
 from kvtier.store import Store
 from kvtier.streams import StreamLimits
 from kvtier.terms import Terms
 from kvtier.tiers.arena import Arena
 from kvtier.tiers.header import HEADER_BYTES
-from kvtier.tiers.memory import free_memory_bytes
 from kvtier.tiers.staging import StagingMemory
 from kvtier.tokens import Tokenizer
 
@@ -107,29 +97,22 @@ def assemble(
     layout = decoder.layout
     context = _context(config, decoder)
     namespace = namespace_digest(decoder.weights_digest, decoder.config.architecture(), layout)
-    dram_bytes = resolve(config.tiers.dram.bytes, free_memory_bytes())
-    landings = landing_count(config, layout, dram_bytes) if device.lands_rows else 0
-    slot_count = hbm_slot_count(config, layout, device.free_bytes())
-    near_rows = near_row_count(config, layout, slot_count, context) if device.launcher is not None else 0
-    dram_bytes = max(0, dram_bytes - landings * shelf_count(config) * layout.row_bytes)
+    sizes = tier_sizes(config, layout, context, device)
     with contextlib.ExitStack() as undo:
-        arena = device.arena(layout, slot_count - near_rows, landings, wake)
+        arena = device.arena(layout, sizes.slot_count, sizes.landing_count, wake)
         undo.callback(arena.close)
         near = None
-        if device.launcher is not None and (slices_max := near_rows * layout.layers // HALVES):
+        if device.launcher is not None and (slices_max := sizes.near_rows * layout.layers // HALVES):
             near = NearSlices(arena, decoder.config.windows, slices_max, device.place, device.launcher)
-        staging = None
-        if staged_bytes := staging_bytes(config, layout, dram_bytes):
-            staging = StagingMemory(staged_bytes, layout.slice_bytes)
-            dram_bytes -= staging.bytes_total
+        staging = StagingMemory(sizes.staging_bytes, layout.slice_bytes) if sizes.staging_bytes else None
         store = _store(config, layout, arena, metrics, staging)
         undo.pop_all()  # the store closes the arena
         undo.callback(store.close, UNDO_S)
-        _add_shelves(store, config, layout, namespace, wake, dram_bytes)
+        _add_shelves(store, config, layout, namespace, wake, sizes.dram_bytes)
         warn_of_other_layouts(config, store)
         streams = StreamLimits(config.scheduler.streamed_max, working_set_count(config, store.usable_count))
-        log_parts(config, decoder, store, context, streams, near_rows)
-        capacity = _capacity(config, store, streams)
+        log_parts(config, decoder, store, context, streams, sizes.near_rows)
+        capacity = _capacity(config, store, streams, sizes)
         undo.pop_all()
     return Parts(decoder, tokenizer, store, namespace, context, streams, capacity, near)
 
@@ -152,15 +135,11 @@ def _context(config: EngineConfig, decoder: Decoder) -> int:
     return config.context or longest
 
 
-def _capacity(config: EngineConfig, store: Store, streams: StreamLimits) -> Capacity:
+def _capacity(config: EngineConfig, store: Store, streams: StreamLimits, sizes: TierSizes) -> Capacity:
     """What one sequence could hold, shelves that are yet to be opened included."""
     slot_bytes = HEADER_BYTES + store.layout.row_bytes
     dram, nvme = config.tiers.dram, config.tiers.nvme
-    disk_bytes = free_disk_bytes(nvme.path) if nvme.bytes and nvme.path is not None else 0
-    configured = {
-        Tier.DRAM: resolve(dram.bytes, free_memory_bytes()) // slot_bytes,
-        Tier.NVME: resolve(nvme.bytes, disk_bytes) // slot_bytes,
-    }
+    configured = {Tier.DRAM: sizes.dram_bytes // slot_bytes, Tier.NVME: nvme_slots_planned(config, store.layout)}
     tenant_max = {Tier.DRAM: dram.tenant_bytes // slot_bytes, Tier.NVME: nvme.tenant_bytes // slot_bytes}
     return Capacity(store, streams.slots_max, configured, tenant_max)
 

@@ -135,6 +135,18 @@ def layout_name(layout: KVLayout) -> str:
     return hashlib.sha256(json.dumps([geometry, FORMAT_VERSION, HEADER_VERSION]).encode()).hexdigest()[:32]
 
 
+def claimed_beside(path: Path, layout: KVLayout) -> int:
+    """What `CacheDirectory.other_bytes` would say of the directory at `path`, without its lock; 0 if there is none."""
+    try:
+        top = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return 0
+    try:
+        return sum(claimed_bytes(top, name) for name in os.listdir(top) if name != layout_name(layout))
+    finally:
+        os.close(top)
+
+
 def free_disk_bytes(path: Path) -> int:
     """Bytes that a cache directory at `path` may take: what is free on its disk and what it has already."""
     existing = path

@@ -123,7 +123,7 @@ def plan(shape: Shape, capacities: Capacities, speeds: Speeds, tokens: int) -> P
     share = shape.seen_share(tokens)
     step_bytes = {tier: int(count * layout.row_bytes * share) for tier, count in blocks.items()}
     near_s = (shape.step_bytes + step_bytes[Tier.HBM]) / speeds.hbm_bytes_s
-    near_s += step_bytes[Tier.DRAM] / speeds.dram_bytes_s
+    near_s += (step_bytes[Tier.DRAM] + step_bytes[Tier.NVME]) / speeds.dram_bytes_s  # staged in DRAM
     step_s = max(near_s, step_bytes[Tier.NVME] / speeds.nvme_bytes_s) if blocks[Tier.NVME] else near_s
     kv_bytes = total * layout.row_bytes
     shelves = {Tier.DRAM: (capacities.dram, speeds.dram_bytes_s), Tier.NVME: (capacities.nvme, speeds.nvme_bytes_s)}

@@ -213,12 +213,10 @@ def nvme_slot_count(form: RowFormat, budget_bytes: int, other_bytes: int) -> int
 
     ShelfError, with the sums, if there is no room for one.
     """
-    empty = JournalShape(b"", 0, form.slice_count)
-    journal_slot_bytes = JournalShape(b"", 1, form.slice_count).total_bytes_max - empty.total_bytes_max
-    left_bytes = budget_bytes - other_bytes - SUPERBLOCK_BYTES - empty.total_bytes_max
-    slot_count = left_bytes // (form.slot_bytes + journal_slot_bytes)
+    slot_count = nvme_room(form, budget_bytes - other_bytes)
     if slot_count < 1:
-        needed_bytes = budget_bytes - left_bytes + form.slot_bytes + journal_slot_bytes
+        slot_bytes, fixed_bytes = _nvme_bytes(form)
+        needed_bytes = other_bytes + fixed_bytes + slot_bytes
         there, needed = free_text(budget_bytes), needed_text(needed_bytes)
         raise ShelfError(
             f"tiers.nvme.bytes: {there}, one block needs a budget of {needed}, since other row layouts in the cache "
@@ -232,6 +230,18 @@ def nvme_slot_count(form: RowFormat, budget_bytes: int, other_bytes: int) -> int
             "other row layouts hold %s of tiers.nvme.bytes, their journals at full length", bytes_text(other_bytes)
         )
     return slot_count
+
+
+def nvme_room(form: RowFormat, budget_bytes: int) -> int:
+    """Slots for which slab and journal fit so many bytes; 0 if there is no room for one."""
+    slot_bytes, fixed_bytes = _nvme_bytes(form)
+    return max(0, (budget_bytes - fixed_bytes) // slot_bytes)
+
+
+def _nvme_bytes(form: RowFormat) -> tuple[int, int]:
+    """Bytes of one slot, and of what is there besides, both with the journal and its rewrite."""
+    empty, one = (JournalShape(b"", slots, form.slice_count).total_bytes_max for slots in (0, 1))
+    return form.slot_bytes + one - empty, SUPERBLOCK_BYTES + empty
 
 
 def recover_alone(folder: int, shape: JournalShape, slab: Slab, form: RowFormat) -> Replay:

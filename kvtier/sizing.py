@@ -7,11 +7,15 @@ engine, and by plans of engines that are not there.
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
+from typing import Protocol
 
 from kvtier.block import KVLayout
 from kvtier.byte_text import free_text, needed_text
+from kvtier.cache_directory import claimed_beside, free_disk_bytes
 from kvtier.config import EngineConfig
 from kvtier.errors import ConfigError
+from kvtier.shelves import nvme_room, row_format
 from kvtier.tiers.memory import free_memory_bytes
 
 _log = logging.getLogger(__name__)
@@ -27,9 +31,51 @@ WORKING_SET_MIN = 2
 """Blocks of HBM without which a sequence cannot be streamed: one that grows, one that is on its way down."""
 
 
-def hbm_slot_count(config: EngineConfig, layout: KVLayout, free_bytes: int | None = None) -> int:
-    """Slots of HBM, of whose memory so much is free; None: it is DRAM. ConfigError if they are too few to serve."""
-    budget = resolve(config.tiers.hbm.bytes, free_memory_bytes() if free_bytes is None else free_bytes)
+class Place(Protocol):
+    """What of a device bounds the tiers."""
+
+    @property
+    def lands_rows(self) -> bool:
+        """See `Device`."""
+
+    @property
+    def launcher(self) -> object | None:
+        """See `Device`."""
+
+    def free_bytes(self) -> int:
+        """See `Device`."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierSizes:
+    """What the budgets of a configuration come to on a device."""
+
+    slot_count: int
+    """Slots of HBM, without `near_rows`."""
+    near_rows: int
+    """Rows of HBM whose memory is for slices of far rows."""
+    landing_count: int
+    """Landing places of each shelf."""
+    staging_bytes: int
+    dram_bytes: int
+    """What is left of DRAM's for its shelf."""
+
+
+def tier_sizes(config: EngineConfig, layout: KVLayout, context: int, place: Place) -> TierSizes:
+    """Sizes for contexts of up to `context` tokens, by what is free now. ConfigError if HBM is too small to serve."""
+    hbm_share = isinstance(config.tiers.hbm.bytes, float)
+    slot_count = hbm_slot_count(config, layout, place.free_bytes() if hbm_share else 0)
+    near_rows = near_row_count(config, layout, slot_count, context) if place.launcher is not None else 0
+    dram_bytes = resolve(config.tiers.dram.bytes, free_memory_bytes())
+    landings = landing_count(config, layout, dram_bytes) if place.lands_rows else 0
+    dram_bytes = max(0, dram_bytes - landings * shelf_count(config) * layout.row_bytes)
+    staged_bytes = staging_bytes(config, layout, dram_bytes)
+    return TierSizes(slot_count - near_rows, near_rows, landings, staged_bytes, dram_bytes - staged_bytes)
+
+
+def hbm_slot_count(config: EngineConfig, layout: KVLayout, free_bytes: int) -> int:
+    """Slots of HBM, of whose memory so much is free. ConfigError if they are too few to serve."""
+    budget = resolve(config.tiers.hbm.bytes, free_bytes)
     slot_count = budget // layout.row_bytes
     if slot_count < 2:
         raise ConfigError(
@@ -80,9 +126,19 @@ def landing_count(config: EngineConfig, layout: KVLayout, dram_bytes: int) -> in
 
 
 def staging_bytes(config: EngineConfig, layout: KVLayout, dram_bytes: int) -> int:
-    """Of DRAM's bytes, those for slices of NVMe rows; 0 without NVMe, or where not even two slices fit."""
+    """Of DRAM's bytes, those for whole slices of NVMe rows; 0 without NVMe, or where not even two fit."""
     budget = min(config.tiers.dram.staging_bytes, int(dram_bytes * STAGING_SHARE_MAX))
-    return budget if config.tiers.nvme.bytes and budget >= 2 * layout.slice_bytes else 0
+    slices = budget // layout.slice_bytes
+    return slices * layout.slice_bytes if config.tiers.nvme.bytes and slices >= 2 else 0
+
+
+def nvme_slots_planned(config: EngineConfig, layout: KVLayout) -> int:
+    """Slots of the NVMe shelf, as far as budget, disk and other layouts in the cache directory leave room for them."""
+    nvme = config.tiers.nvme
+    if not nvme.bytes or nvme.path is None:
+        return 0
+    budget_bytes = resolve(nvme.bytes, free_disk_bytes(nvme.path)) - claimed_beside(nvme.path, layout)
+    return nvme_room(row_format(layout, bytes(32)), budget_bytes)
 
 
 def working_set_count(config: EngineConfig, usable_count: int) -> int:

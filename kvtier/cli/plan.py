@@ -25,6 +25,7 @@ from kvtier.errors import ConfigError, InvalidRequest
 
 if TYPE_CHECKING:
     from kvtier.planning import Capacities, Plan, Served, Shape, Speeds
+    from kvtier.sizing import Place
 
 DISK_ROWS = 256
 """Read at most to measure a disk."""
@@ -86,7 +87,7 @@ def plan(
         tokens = context if context is not None else config.context or checkpoint.context
         if not 1 <= tokens <= checkpoint.context:
             raise InvalidRequest(f"--context: the model takes 1 to {checkpoint.context} tokens, got {tokens}")
-        capacities = _capacities(config, shape)
+        capacities = _capacities(config, shape, config.context or checkpoint.context)
         speeds = _speeds(config, shape, speed_options, bool(capacities.nvme))
         result = planned(shape, capacities, speeds, tokens)
         lengths = longest(shape, capacities)
@@ -98,27 +99,41 @@ def plan(
         raise typer.Exit(1)
 
 
-def _capacities(config: EngineConfig, shape: Shape) -> Capacities:
-    """Rows by tier, sized as an engine's are; a cache directory that holds other layouts has fewer on NVMe."""
-    from kvtier.cache_directory import free_disk_bytes
-    from kvtier.planning import Capacities
-    from kvtier.sizing import hbm_slot_count, resolve, spare_count, staging_bytes, working_set_count
-    from kvtier.tiers.header import HEADER_BYTES
-    from kvtier.tiers.memory import free_memory_bytes
+class _AbsentGpu:
+    """A GPU that this machine has not: `sizing.Place` for budgets in bytes."""
 
-    layout, nvme = shape.layout, config.tiers.nvme
-    slot_bytes = HEADER_BYTES + layout.row_bytes
-    hbm = hbm_slot_count(config, layout)
-    usable = hbm - spare_count(config, hbm)
-    dram_bytes = resolve(config.tiers.dram.bytes, free_memory_bytes())
-    staged_bytes = staging_bytes(config, layout, dram_bytes)
-    disk_bytes = free_disk_bytes(nvme.path or Path.cwd())
+    lands_rows = True
+    launcher = "as each has one"
+
+    def free_bytes(self) -> int:
+        """ConfigError."""
+        raise ConfigError("tiers.hbm.bytes: a share of a GPU's memory, and there is none here; give bytes, as in 60GiB")
+
+
+def _place(config: EngineConfig) -> Place:
+    from kvtier.device import make_device
+
+    try:
+        return make_device(config.device)
+    except ConfigError:
+        return _AbsentGpu()
+
+
+def _capacities(config: EngineConfig, shape: Shape, context: int) -> Capacities:
+    """Rows by tier, sized as those of an engine for contexts of up to `context` tokens."""
+    from kvtier.planning import Capacities
+    from kvtier.shelves import dram_slot_count, row_format
+    from kvtier.sizing import nvme_slots_planned, spare_count, tier_sizes, working_set_count
+
+    layout = shape.layout
+    sizes = tier_sizes(config, layout, context, _place(config))
+    usable = sizes.slot_count - spare_count(config, sizes.slot_count)
     return Capacities(
         hbm=usable,
-        dram=(dram_bytes - staged_bytes) // slot_bytes,
-        nvme=resolve(nvme.bytes, disk_bytes) // slot_bytes,
+        dram=dram_slot_count(row_format(layout, bytes(32)), sizes.dram_bytes) if sizes.dram_bytes else 0,
+        nvme=nvme_slots_planned(config, layout),
         working_set=working_set_count(config, usable),
-        staged=staged_bytes // layout.slice_bytes // 2,
+        staged=sizes.staging_bytes // layout.slice_bytes // 2,
     )
 
 
@@ -131,6 +146,12 @@ def _speeds(config: EngineConfig, shape: Shape, given: SpeedOptions, has_nvme: b
     nvme, flops = _speed("--nvme-speed", given.nvme_speed), given.flops
     if flops is not None and not flops > 0:
         raise ConfigError(f"--flops: operations a second, such as 600e12, got {flops}")
+    if config.device != "cpu":
+        needed = {"--memory-speed": memory, "--dram-speed": dram, "--flops": flops}
+        if lacking := [name for name, value in needed.items() if value is None]:
+            raise ConfigError(
+                f"{', '.join(lacking)}: to be given for {config.device}; what is measured here is the CPU"
+            )
     with messages().status("measuring this machine"):
         if memory is None:
             memory = machine.memory_read_bytes_s()

@@ -7,15 +7,20 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+from engines import LEAVE_S, end_keepers, wait_for
+from late import LateDevice
 from tiny import make_checkpoint
 from typer.testing import CliRunner
 
+from kvtier import Engine, EngineConfig
 from kvtier.block import KVLayout, Tier
 from kvtier.cli.main import app
 from kvtier.cli.plan import shown_time
 from kvtier.models.config import ModelConfig
 from kvtier.models.ops import make_ops
 from kvtier.planning import Capacities, Served, Shape, Speeds, longest, plan, shape_of
+from kvtier.record import NO_TENANT
 
 LAYOUT = KVLayout(layers=4, kv_heads=2, head_dim=64, block_tokens=16, dtype="bfloat16")
 SHAPE = Shape(LAYOUT, parameters=1000, embedding_parameters=100, heads=4, windows=(None,) * 4)
@@ -61,8 +66,8 @@ def test_a_step_costs_bytes_over_bandwidth_and_nvme_is_read_meanwhile() -> None:
     weights_s = 900 * 2 / 1e9
     assert plan(SHAPE, TIERS, SPEEDS, 160).step_s == pytest.approx(weights_s + 10 * ROW / 1e9)
     assert plan(SHAPE, TIERS, SPEEDS, 11 * 16).step_s == pytest.approx(weights_s + 4 * ROW / 1e9 + 7 * ROW / 1e8)
-    near_s = weights_s + 4 * ROW / 1e9 + 20 * ROW / 1e8
-    assert plan(SHAPE, TIERS, SPEEDS, 25 * 16).step_s == pytest.approx(near_s)  # one row of NVMe takes less
+    near_s = weights_s + 4 * ROW / 1e9 + 21 * ROW / 1e8  # a row of NVMe is attended in DRAM, and takes less to read
+    assert plan(SHAPE, TIERS, SPEEDS, 25 * 16).step_s == pytest.approx(near_s)
     assert near_s < 50 * ROW / 1e7
     assert plan(SHAPE, TIERS, SPEEDS, 74 * 16).step_s == pytest.approx(50 * ROW / 1e7)
 
@@ -166,3 +171,59 @@ def test_a_prefill_of_hours_is_told_in_hours(tmp_path: Path) -> None:
         "37.2 h",
         "3.0 days",
     ]
+
+
+PLANNED = ("hbm", "dram", "nvme")
+
+
+@pytest.mark.parametrize("sharing", [False, True])
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_plan_tells_what_an_engine_of_that_configuration_holds(
+    sharing: bool, on_device: bool, tmp_path: Path
+) -> None:
+    folder, cache = make_checkpoint(tmp_path / "model"), tmp_path / "cache"
+    layout = KVLayout(3, 2, 16, 16, "float32")
+    for dtype in ("bfloat16", "float32"):  # another layout has part of the directory's bytes by then
+        values: dict[str, object] = {
+            "model": folder,
+            "dtype": dtype,
+            "block_tokens": 16,
+            "sharing": sharing,
+            "tiers.hbm.bytes": 20 * layout.row_bytes + 100,
+            "tiers.dram.bytes": 30 * (layout.row_bytes + 4096) + 77,
+            "tiers.dram.staging_bytes": 15 * layout.slice_bytes + 5,
+            "tiers.nvme.bytes": (30 if dtype == "bfloat16" else 70) * (layout.row_bytes + 4096),
+            "tiers.nvme.path": cache,
+            "tiers.nvme.wait_s": 60,
+            "tiers.linger_s": 0,
+            "io.readers": 1,
+            "io.writers": 1,
+        }
+        device = ["--set", "device=cuda", "--memory-speed", "2GB", "--dram-speed", "1GB"] if on_device else []
+        given = [item for key, value in values.items() if key != "model" for item in ("--set", f"{key}={value}")]
+        status, text, _ = run(folder, "--context", 512, *given, *SPEED_OPTIONS, *device, "--json")
+        said = json.loads(text)
+        with Engine(EngineConfig.load(None, values), device=LateDevice(1) if on_device else None) as engine:
+            wait_for(lambda: {"dram_slots_total", "nvme_slots_total"} <= engine.stats().keys())
+            stats, capacity = engine.stats(), engine._intake._capacity
+            rows = (engine._store.usable_count, stats["dram_slots_total"], stats["nvme_slots_total"])
+            assert tuple(said["capacity_blocks"][tier] for tier in PLANNED) == rows
+            assert said["working_set_blocks"] == capacity.slots_max
+            assert said["staged_blocks_max"] == engine._store.hand_down.staged_max > 0
+            longest_tokens = max(said["longest_tokens"].values())
+            assert capacity.tokens(NO_TENANT) == longest_tokens
+            assert status == (0 if longest_tokens >= 512 else 1)
+        end_keepers(cache, LEAVE_S)
+
+
+def test_what_a_gpu_elsewhere_takes_is_planned_from_what_is_given(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "model")
+    given = ["--set", "device=cuda", "--flops", "1e12"]
+    status, _, said = run(folder, *given, "--hbm", "1GiB")
+    assert status == 2 and "--memory-speed, --dram-speed: to be given for cuda" in " ".join(said.split())
+    speeds = ["--memory-speed", "2GB", "--dram-speed", "1GB"]
+    if not torch.cuda.is_available():
+        status, _, said = run(folder, *given, *speeds, "--hbm", "0.5")
+        assert status == 2 and "give bytes, as in 60GiB" in " ".join(said.split())
+    status, text, _ = run(folder, *given, *speeds, "--hbm", "1GiB", "--json")
+    assert status == 0 and json.loads(text)["speeds"]["hbm_bytes_s"] == 2e9
