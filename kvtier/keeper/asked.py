@@ -1,8 +1,9 @@
 """Rows that an engine asks a shared shelf for, to hold them and write to them later.
 
 A long question goes to the keeper piece by piece, the next once the last was granted in full. Each says how many there
-must be room for in all, so that nothing has to go for a question that is refused. What was granted for one that comes
-to nothing goes back. Owned by shared.py, on the engine thread.
+must be room for in all, so that nothing has to go for a question that is refused. One that is refused is asked once
+more without this engine's stock, which may be all that it lacked. What was granted for one that comes to nothing goes
+back. Owned by shared.py, on the engine thread.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 
 from kvtier.keeper.fields import ROWS_MAX, as_claims, pieces
 from kvtier.keeper.link import ANSWER_S, Link
+from kvtier.keeper.stock import Stock
 from kvtier.keeper.wire import Abandon, Granted, Reserve
 from kvtier.record import Grant
 from kvtier.ticket import Reply
@@ -26,17 +28,20 @@ class _Question:
     least: int
     deadline: float
     grants: list[Grant] = field(default_factory=list)
+    last: bool = False
+    """Nothing of this engine's own is in its way any more."""
 
 
 class AskedRows:
     """See the module."""
 
-    def __init__(self, tier_index: int, link: Link, out: dict[int, Grant], replies: list[Reply]) -> None:
-        """`out`: by slot all that this engine has been granted; `replies` gets the answers."""
+    def __init__(self, tier_index: int, link: Link, out: dict[int, Grant], replies: list[Reply], stock: Stock) -> None:
+        """`out`: by slot all that this engine has been granted and not in its `stock`; `replies` gets the answers."""
         self._tier_index = tier_index
         self._link = link
         self._out = out
         self._replies = replies
+        self._stock = stock
         self._questions: dict[int, _Question] = {}
         """By the number of the piece that is under way."""
 
@@ -53,7 +58,10 @@ class AskedRows:
             return False
         self._out.update((grant.slot, grant) for grant in message.grants)
         question.grants += message.grants
-        if len(message.grants) == ROWS_MAX and len(question.grants) < question.count:
+        more = len(message.grants) == ROWS_MAX and len(question.grants) < question.count
+        if not more and len(question.grants) < question.least and not question.last:
+            more = question.last = self._empty_stock()
+        if more:
             self._go_on(question)
         else:
             self._end(question)
@@ -73,6 +81,12 @@ class AskedRows:
     def refuse(self) -> None:
         """Nobody will answer what was asked."""
         self._refuse(list(self._questions))
+
+    def _empty_stock(self) -> bool:
+        """Give back what lies idle here; whether there was any."""
+        idle = self._stock.part_with()
+        self.give(idle)
+        return len(idle) > 0
 
     def _refuse(self, numbers: Sequence[int]) -> None:
         for number in numbers:

@@ -68,7 +68,7 @@ class SharedBooks:
         self._replies: list[Reply] = []
         self._lost: list[Grant] = []
         self._tended = -math.inf, 0
-        self._asked = AskedRows(tier_index, link, self._out, self._replies)
+        self._asked = AskedRows(tier_index, link, self._out, self._replies, stock)
         self.leases = Leases(tier_index, link, self._replies)
         self.ask_rows, self.give_rows = self._asked.ask, self._asked.give
         self.ask_leases, self.end_leases = self.leases.ask, self.leases.end

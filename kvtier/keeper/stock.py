@@ -128,6 +128,12 @@ class Stock:
         """All that lies here."""
         return [grant for stock in self._grants.values() for grant in stock]
 
+    def part_with(self) -> list[Grant]:
+        """Take all out, to be given back; what is wanted stays so."""
+        grants = self.held()
+        self._grants.clear()
+        return grants
+
     def clear(self) -> None:
         """None of it is ours any more."""
         self._grants.clear()

@@ -229,6 +229,21 @@ def test_shelves_that_are_lost_meanwhile_are_done_without_and_the_answer_is_the_
     assert again.token_ids == expected and again.origin["dram"] > 0
 
 
+def test_a_context_may_take_every_row_of_a_shared_shelf(start: Start, expected: list[int]) -> None:
+    working_set = HBM_BLOCKS - 4  # what hung reads could keep
+    needed = -(-(len(PROMPT) + OUTPUT - 1) // BLOCK) - working_set
+    engine = start(tiers__dram__bytes=needed * SLOT_BYTES)
+    assert engine._intake._capacity.slots_max == working_set
+    stock = dram(engine)._books._stock  # type: ignore[attr-defined]
+    wait_for(lambda: len(stock) > 0)  # of the rows that it needs, some lie ready for other writes
+    assert dram(engine).slot_count == needed
+    [done] = engine.generate([PROMPT], PARAMS)
+    assert done.token_ids == expected and engine.stats()["streamed_dram_bytes"] > 0
+    wait_for(lambda: len(stock) > 0)
+    [again] = engine.generate([PROMPT], PARAMS, cache_tenant="somebody")  # who has no stock
+    assert again.token_ids == expected
+
+
 def test_what_a_killed_engine_held_is_room_for_the_next_one(
     model: Path, start: Start, tmp_path: Path, expected: list[int]
 ) -> None:
