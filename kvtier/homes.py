@@ -141,6 +141,13 @@ class Homes:
         leased = sum(home.tier is tier for home in {*self.found.values(), *self.unreadable})
         return leased + len(self.rows[tier])
 
+    def awaited(self) -> list[Tier]:
+        """Tiers that have rows for blocks in HBM, and into which these have yet to be written."""
+        moves = [move for move in self.moves.values() if move.slot is not None]
+        writing = {move.tier for move in moves if move.stage is MoveStage.WRITING}
+        kept = any(move.stage is MoveStage.WAITING for move in moves)
+        return [tier for tier, grants in self.rows.items() if tier in writing or (kept and grants)]
+
     def waiting(self) -> Iterator[Move]:
         """Moves that have yet to begin, the oldest block first."""
         waiting = [move for move in self.moves.values() if move.stage is MoveStage.WAITING]

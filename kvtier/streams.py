@@ -24,7 +24,9 @@ Each time it leases what DRAM has of its prompt; that is judged once the rows ar
 STALL_S = 30.0
 """A sequence is given up after waiting this long for what nobody is about to give back."""
 STALLED = "HBM is held by transfers that do not end; try again later"
+UNWRITABLE = "{} takes no blocks of a context larger than HBM, and has not for {:.0f} s; try again later"
 UNREADABLE = "NVMe keeps losing rows of a context larger than HBM; try again later"
+TIER_NAMES = {Tier.DRAM: "DRAM", Tier.NVME: "NVMe"}
 ROUNDS_MAX = 8
 """Questions and answers before one plan, where the books answer at once."""
 
@@ -213,7 +215,8 @@ class Streams:
         """What a sequence has waited for in vain, in bytes."""
         stream, row_bytes = self._streams.get(sequence.number), self._store.layout.row_bytes
         if stream is not None and stream.homes.begun and stream.homes.lacking <= 0:
-            return STALLED
+            tiers = " and ".join(TIER_NAMES[tier] for tier in stream.homes.awaited())
+            return UNWRITABLE.format(tiers, STALL_S) if tiers else STALLED
         rows = self._store.capacities()
         there = rows.get(Tier.DRAM.value, 0) + min(rows.get(Tier.NVME.value, 0), self._store.hand_down.staged_max)
         others = (other.homes for other in self._streams.values() if other is not stream)

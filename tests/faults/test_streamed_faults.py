@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import errno
 import functools
+import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -145,6 +146,11 @@ class BadSectors(KernelCalls):
         return super().preadv(descriptor, buffers, offset)
 
 
+def cut_short(path: Path) -> None:
+    """So that no row is left in the file."""
+    os.truncate(path, 8192)
+
+
 @pytest.mark.parametrize("row", [0, -1])
 def test_a_byte_that_flips_on_nvme_costs_a_block_and_changes_no_token(
     row: int, checkpoint: Path, tmp_path: Path, calls: FaultyCalls, expected: Expected
@@ -176,19 +182,50 @@ def test_a_row_that_cannot_be_read_any_more_is_given_up_for_another(
         scene.assert_nothing_is_lost()
 
 
-def test_an_nvme_file_that_is_deleted_costs_its_blocks_and_changes_no_token(
-    checkpoint: Path, tmp_path: Path, calls: FaultyCalls, expected: Expected, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("end", [Path.unlink, cut_short])
+def test_an_nvme_file_that_is_deleted_or_cut_short_costs_its_blocks_and_changes_no_token(
+    end: Callable[[Path], None],
+    checkpoint: Path,
+    tmp_path: Path,
+    calls: FaultyCalls,
+    expected: Expected,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("kvtier.file_watch.WATCH_S", 0.05)
     with streaming(checkpoint, tmp_path / "cache", calls) as engine:
         scene = Scene(engine)
-        next((tmp_path / "cache").glob("*/nvme.slab")).unlink()
+        end(next((tmp_path / "cache").glob("*/nvme.slab")))
         scene.go_on()
         other = scene.ask_another()
         assert other.final().error is None and other.token_ids == expected[1]
         final = scene.sink.final()
         assert scene.sink.token_ids == expected[0][: len(scene.sink.token_ids)]
         assert isinstance(final.error, Unavailable) if final.error else scene.sink.token_ids == expected[0]
+        scene.assert_nothing_is_lost()
+
+
+@pytest.mark.parametrize("effect", [Effect.ERROR, Effect.HANG])
+def test_a_disk_that_takes_nothing_more_ends_the_request_by_name_and_no_other(
+    effect: Effect,
+    checkpoint: Path,
+    tmp_path: Path,
+    calls: FaultyCalls,
+    expected: Expected,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in ("streams", "scheduler"):
+        monkeypatch.setattr(f"kvtier.{module}.STALL_S", 1.0)
+    with streaming(checkpoint, tmp_path / "cache", calls) as engine:
+        scene = Scene(engine, at_token=0)
+        calls.inject([Fault(Call.WRITE, calls.count(Call.WRITE) + 1, effect, errno.ENOSPC, sticky=True)])
+        scene.go_on()
+        for _ in range(3):
+            other = scene.ask_another()
+            assert other.final().error is None and other.token_ids == expected[1]
+        final = scene.sink.final()
+        assert scene.sink.token_ids == expected[0][: len(scene.sink.token_ids)]
+        assert isinstance(final.error, Unavailable) and "NVMe takes no blocks" in str(final.error), final
+        calls.release()
         scene.assert_nothing_is_lost()
 
 
