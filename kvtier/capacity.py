@@ -45,14 +45,22 @@ class Capacity:
 
     def shortage(self, tokens: int, tenant: bytes) -> str:
         """What so many tokens need and what there is, for an error."""
-        if not self.slots_max:
-            return f"tiers.hbm.bytes holds {self.hbm_tokens}, and contexts larger than HBM are off"
         row_bytes = self.layout.row_bytes
-        needed, hbm = self.layout.block_count(tokens) * row_bytes, self.slots_max * row_bytes
+        needed, all_hbm = (count * row_bytes for count in (self.layout.block_count(tokens), self.store.usable_count))
+        if not self.slots_max:
+            return (
+                f"tiers.hbm.bytes holds {self.hbm_tokens}: they need {needed_text(needed)} and there are "
+                f"{free_text(all_hbm)}, and contexts larger than HBM are off"
+            )
+        hbm = self.slots_max * row_bytes
         dram, nvme = (self._rows(tier, tenant) * row_bytes for tier in (Tier.DRAM, Tier.NVME))
+        streamed = hbm + dram + nvme
+        text = f"they need {needed_text(needed)} and there are {free_text(max(streamed, all_hbm))}"
+        if streamed < all_hbm:
+            text += f" in HBM alone or, streamed, {free_text(streamed)}"
         return (
-            f"they need {needed_text(needed)} and there are {free_text(hbm + dram + nvme)}: of HBM {free_text(hbm)} "
-            f"for each of scheduler.streamed_max requests, of DRAM {free_text(dram)}, of NVMe {free_text(nvme)}"
+            f"{text}: of HBM {free_text(hbm)} for each of scheduler.streamed_max requests, of DRAM {free_text(dram)}, "
+            f"of NVMe {free_text(nvme)}"
         )
 
     def _rows(self, tier: Tier, tenant: bytes) -> int:

@@ -396,16 +396,39 @@ def test_what_does_not_fit_hbm_is_refused_with_the_sums(checkpoint: Path) -> Non
     row_bytes = 3 * 4096
     with opened(checkpoint, tiers__hbm__bytes=4 * row_bytes, tiers__dram__bytes=0) as engine:
         held = 4 * BLOCK
-        with pytest.raises(InvalidRequest, match=f"prompt: has {held + 1} tokens, tiers.hbm.bytes holds {held}"):
+        sums = "they need 60.0 KiB and there are 48.0 KiB, and contexts larger than HBM are off"
+        with pytest.raises(
+            InvalidRequest, match=f"prompt: has {held + 1} tokens, tiers.hbm.bytes holds {held}: {sums}"
+        ):
             engine.generate([[3] * (held + 1)], GREEDY)
         with pytest.raises(
-            InvalidRequest, match=f"max_tokens: 60 prompt tokens \\+ 6 need room for 65, .* holds {held}, .*; ask for 5"
+            InvalidRequest, match=f"max_tokens: 60 prompt tokens \\+ 6 need room for 65, .* holds {held}: .*; ask for 5"
         ):
             engine.generate([[3] * 60], SamplingParams(max_tokens=6))
         full = engine.generate([[3] * 60], SamplingParams(max_tokens=5, ignore_eos=True))[0]
         assert len(full.token_ids) == 5
         assert len(engine.generate([[3] * 60], SamplingParams(ignore_eos=True))[0].token_ids) == 5
         assert len(engine.generate([[3] * held], SamplingParams(max_tokens=1))[0].token_ids) == 1
+
+
+@pytest.mark.parametrize(
+    ("dram_rows", "sums"),
+    [
+        (3, "they need 252 KiB and there are 240 KiB in HBM alone or, streamed, 96.0 KiB: of HBM 60.0 KiB for each"),
+        (20, "they need 312 KiB and there are 300 KiB: of HBM 60.0 KiB for each .*, of DRAM 240 KiB, of NVMe 0 B"),
+    ],
+)
+def test_what_fits_neither_hbm_nor_the_shelves_is_refused_with_the_sums(
+    dram_rows: int, sums: str, checkpoint: Path
+) -> None:
+    row_bytes = 3 * 4096
+    sizes: dict[str, object] = {"tiers__dram__bytes": dram_rows * (row_bytes + 4096)}
+    with opened(checkpoint, tiers__hbm__bytes=20 * row_bytes, **sizes) as engine:
+        fits = max(20, 5 + dram_rows) * BLOCK
+        with pytest.raises(InvalidRequest, match=sums):
+            engine.generate([[3] * (fits + 1)], SamplingParams(max_tokens=1))
+        [done] = engine.generate([[3] * fits], SamplingParams(max_tokens=1))
+        assert len(done.token_ids) == 1
 
 
 def test_one_bad_prompt_of_several_raises_and_cancels_the_others(engine: Engine) -> None:
