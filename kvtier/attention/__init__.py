@@ -15,6 +15,8 @@ from kvtier.errors import ConfigError
 
 __all__ = ["SPAN_TOKENS", "AttentionBackend", "AttentionBatch", "make_backend", "merge"]
 
+PLAIN = "plain"
+"""The kernels that any CPU runs, among `_native.supported_isas()`."""
 NAMES = ("auto", "native", "reference", "triton_kernel")
 
 
@@ -33,6 +35,7 @@ def make_backend(name: str, threads: int, head_dim: int | None = None) -> Attent
     if name == "triton_kernel":
         return _triton_kernel()
     try:
+        from kvtier import _native
         from kvtier.attention.native import HEAD_DIMS, NativeAttention
     except ImportError as error:
         if name == "native":
@@ -46,6 +49,11 @@ def make_backend(name: str, threads: int, head_dim: int | None = None) -> Attent
         )
         return ReferenceAttention()
     if head_dim is None or head_dim in HEAD_DIMS:
+        if _native.supported_isas()[0] == PLAIN:
+            logging.getLogger(__name__).warning(
+                "this CPU has no vector instructions that the kernels know (AVX2 with FMA and F16C, or AVX-512): they "
+                "run in plain C++, several times slower, and as exact"
+            )
         return NativeAttention(threads)
     taken = f"kernels take heads of {HEAD_DIMS[0]} to {HEAD_DIMS[-1]} in steps of {HEAD_DIMS.step}, not {head_dim}"
     if name == "native":

@@ -323,6 +323,20 @@ def test_a_name_chooses_the_backend(caplog: pytest.LogCaptureFixture, monkeypatc
         make_backend("native", 1)
 
 
+@pytest.mark.skipif(not ISAS, reason="the native module was not built")
+def test_a_cpu_that_the_kernels_have_no_vectors_for_is_told_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_backend("auto", 1, 64)
+    if ISAS[0] != "plain":
+        assert not caplog.records
+    monkeypatch.setattr(_native, "supported_isas", lambda: ["plain"])
+    for name in ("auto", "native"):
+        caplog.clear()
+        assert make_backend(name, 1, 64).name == "native"
+        assert ["plain C++" in record.getMessage() for record in caplog.records] == [True]
+
+
 @pytest.mark.skipif(not ISAS, reason="kvtier._native was not built")
 @pytest.mark.parametrize("head_dim", [4, 20, 100, 1032])
 def test_heads_that_the_kernels_do_not_take_are_attended_in_torch(

@@ -1,0 +1,93 @@
+"""What a host may not give a process: io_uring, locked memory, vector instructions. It says so once and stays exact."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import resource
+import struct
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+WARNINGS = {"io_uring": ["no io_uring here (Operation not permitted)"], "memlock": [], "vectors": ["plain C++"]}
+"""What is said where it is lacking; rings need no locked memory from Linux 5.12 on."""
+CANNOT = 77
+"""Status: this machine lets no process forbid itself a call."""
+IO_URING_SETUP = 425
+
+
+@pytest.mark.parametrize("forbidden", WARNINGS)
+def test_what_is_forbidden_is_done_without_and_said_once(forbidden: str) -> None:
+    pytest.importorskip("kvtier._native")
+    command = [sys.executable, "-m", "tests.faults.test_forbidden", forbidden]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    if done.returncode == CANNOT:
+        pytest.skip("seccomp filters are not to be had")
+    assert done.returncode == 0, done.stderr
+    *said, streamed = done.stdout.splitlines()
+    assert len(said) == len(WARNINGS[forbidden]), said
+    assert all(part in line for part, line in zip(WARNINGS[forbidden], said, strict=True))
+    assert streamed == "streamed: True"
+
+
+def forbid(what: str) -> None:
+    """For this process, from now on."""
+    if what == "memlock":
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, 0))
+    elif what == "io_uring":
+        _answer_with_eperm(IO_URING_SETUP)
+    else:
+        from kvtier import _native
+
+        kernels = _native.Kernels
+        _native.supported_isas = lambda: ["plain"]
+        _native.Kernels = lambda threads, isa: kernels(threads, "plain" if isa == "auto" else isa)  # type: ignore
+
+
+def _answer_with_eperm(call: int) -> None:
+    """By a seccomp filter, as runtimes of containers have: load the number, compare, refuse, else allow."""
+
+    def step(code: int, yes: int, no: int, value: int) -> bytes:
+        return struct.pack("HBBI", code, yes, no, value)
+
+    steps = step(0x20, 0, 0, 0) + step(0x15, 0, 1, call) + step(0x06, 0, 0, 0x50001) + step(0x06, 0, 0, 0x7FFF0000)
+    held = ctypes.create_string_buffer(steps, len(steps))
+    rules = struct.pack("HxxxxxxP", len(steps) // 8, ctypes.addressof(held))
+    libc = ctypes.CDLL(None)
+    assert libc.prctl(38, 1, 0, 0, 0) == 0
+    if libc.prctl(22, 2, rules, 0, 0) != 0:
+        sys.exit(CANNOT)
+
+
+class Said(logging.Handler):
+    """Prints warnings."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(record.getMessage())
+
+
+def main(forbidden: str) -> None:
+    """A context larger than HBM and DRAM beside one that fits HBM: the same bits, and what is said meanwhile."""
+    forbid(forbidden)
+    sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "equivalence")]
+    from test_streamed_contexts import CONTEXT, PLACES, config, long_context
+    from tiny import make_checkpoint
+    from workloads import assert_equal, run_workload
+
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_checkpoint(Path(folder) / "model", "llama", max_position_embeddings=CONTEXT)
+        rounds = long_context()
+        reference = run_workload(config(model, 256, 0), rounds)
+        logging.getLogger("kvtier").addHandler(Said(logging.WARNING))
+        places = PLACES[1].overrides(Path(folder) / "cache")
+        small = run_workload(config(model, 34, 0, io__writers=1, **places), rounds)
+        assert_equal(reference, small)
+        print("streamed:", small.stats["streamed_nvme_bytes"] > 0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
