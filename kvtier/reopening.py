@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvtier.block import Tier
+from kvtier.errors import ConfigError
 from kvtier.process_limits import what_is_short
 from kvtier.shelf import Shelf
 
@@ -66,11 +67,23 @@ class Reopening:
         """Whether a shelf of this tier could be opened again."""
         return tier in self._openers
 
-    def replace(self, shelves: Sequence[Shelf]) -> None:
-        """Close shelves that nobody uses any more and nothing is in flight on, and open others if it is known how."""
+    def replace(self, shelves: Sequence[Shelf], at: float = 0.0) -> None:
+        """Close shelves that nobody uses any more and nothing is in flight on, and open others if it is known how.
+
+        Not before `at`.
+        """
         self._leaving += shelves
         self._wanted += [shelf.tier for shelf in shelves if shelf.tier in self._openers]
-        self._retry_at = 0.0
+        self._retry_at = at
+
+    def add(self, shelves: Sequence[Shelf], add: Callable[[Shelf], None], now: float) -> None:
+        """`add` shelves that have come; what the device cannot reach (ConfigError) is done without, and replaced."""
+        for shelf in shelves:
+            try:
+                add(shelf)
+            except ConfigError as error:
+                _log.warning("serving without the %s shelf: %s", shelf.tier.value, error)
+                self.replace([shelf], now + RETRY_S)
 
     def wait(self, wait_s: float) -> list[Shelf]:
         """Send the next opener off and wait for its end; what it has opened by then. Not on the engine thread.

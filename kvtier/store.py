@@ -228,11 +228,8 @@ class Store:
                     self._demoter.wish(Tier.DRAM, *arrived)
         self._resident.expire(time.time())
         self._part_with_lost_shelves()
-        for source in self._sources:
-            for shelf in source.poll(now):
-                self.add_shelf(shelf)
-        for shelf in self._reopening.opened(now):
-            self.add_shelf(shelf)
+        came = [shelf for source in self._sources for shelf in source.poll(now)]
+        self._reopening.add([*came, *self._reopening.opened(now)], self.add_shelf, now)
         self.hand_down.pump(now)
         self._demoter.pump(now)
         if self.stager is not None:

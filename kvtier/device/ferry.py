@@ -15,7 +15,7 @@ import torch
 
 from kvtier.device.copies import Copies, make_lane
 from kvtier.device.fence_watch import FenceWatch
-from kvtier.tiers.memory import address_of, advise_huge, populate
+from kvtier.tiers.memory import address_of, advise_huge, check_memory, populate
 
 if TYPE_CHECKING:
     from kvtier.device.arena import DeviceArena
@@ -28,7 +28,9 @@ class DeviceFerry:
 
     def __init__(self, arena: DeviceArena, place_count: int, wake: Callable[[], None]) -> None:
         row_bytes = arena.layout.row_bytes
-        mapping = mmap.mmap(-1, place_count * row_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        size_bytes = place_count * row_bytes
+        check_memory("tiers.dram.bytes", size_bytes)
+        mapping = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         advise_huge(mapping)
         populate(mapping)
         self.memory = memoryview(mapping)

@@ -13,6 +13,7 @@ from fakes import LAYOUT, NAMESPACE, SteppedIo, SteppedTiers, chain_hashes, nvme
 from kvtier.block import Tier
 from kvtier.books import LocalBooks
 from kvtier.demotion import NvmePolicy
+from kvtier.device.mapped import MappingError
 from kvtier.directory import Directory
 from kvtier.io.base import Operation
 from kvtier.record import Record
@@ -217,6 +218,45 @@ def test_an_opener_that_fails_unforeseen_is_tried_again(tmp_path: Path) -> None:
     finally:
         threading.excepthook = before
     assert len(calls) == 2 and isinstance(seen[0], RuntimeError) and tiers.store.capacities()["nvme"] == 8
+
+
+@pytest.mark.parametrize("from_source", [False, True])
+def test_a_shelf_that_the_device_cannot_reach_is_done_without_and_tried_again_later(
+    from_source: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiers = SteppedTiers(tmp_path, hbm=8, dram=8, nvme=0)
+    (tmp_path / "refused").mkdir()
+    refused, shelf, tries = away_shelf(tmp_path / "refused"), away_shelf(tmp_path), list[int]()
+
+    def serve(_: object) -> None:
+        raise MappingError("cudaHostRegister: CUDA error 2")
+
+    class Source:
+        def poll(self, now: float) -> list[Shelf]:
+            return [refused] if now == 1.0 else []
+
+    def opener() -> Shelf:
+        tries.append(1)
+        return refused if len(tries) == 1 and not from_source else shelf
+
+    monkeypatch.setattr(refused, "serve", serve)
+    if from_source:
+        tiers.store.watch(Source())
+        poll(tiers, 1.0)
+        poll(tiers, 1.0 + RETRY_S)
+    else:
+        tiers.store.open_shelf(Tier.NVME, opener)
+        for now in (RETRY_S, RETRY_S, RETRY_S + 0.1, 2 * RETRY_S - 0.1):
+            poll(tiers, now)
+        assert len(tries) == 1 and "nvme" not in tiers.store.capacities()
+        for now in (2 * RETRY_S, 2 * RETRY_S):
+            poll(tiers, now)
+    assert refused._closed and ("nvme" in tiers.store.capacities()) is not from_source
+    assert [r.getMessage() for r in caplog.records if "serving without the nvme shelf" in r.getMessage()] == [
+        "serving without the nvme shelf: device: host memory cannot be mapped for it (cudaHostRegister: CUDA error 2); "
+        "lower tiers.dram.bytes, or set device: cpu"
+    ]
+    assert tiers.take(HASHES[:2]) == ([], [])
 
 
 @pytest.mark.parametrize("seen", [False, True], ids=["still opening", "opened and not yet taken"])
