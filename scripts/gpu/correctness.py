@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
 
+from gpu.found import Line
 from gpu.machine import Machine
 from kvtier.attention import AttentionBatch, triton_kernel
 from kvtier.block import KVLayout
 from kvtier.device.arena import DeviceArena
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1.5e-3}
-
-
-class Line(NamedTuple):
-    """What came of one check."""
-
-    name: str
-    right: bool
-    says: str
 
 
 class Case(NamedTuple):
@@ -38,25 +31,29 @@ class Case(NamedTuple):
     """Its rows lie in host memory."""
 
 
+SHAPES = ((4, 8, 128, 32), (1, 4, 64, 8), (8, 1, 80, 16), (3, 3, 256, 128))
+"""Query heads for each KV head, KV heads, head_dim, block tokens; the first is that of Llama 3.1 8B."""
+MAPPED = [Case(*SHAPES[0], dtype, None, (0, 700, 1400, 1401), mapped=True) for dtype in TOLERANCE]
 CASES = [
-    *(
-        Case(group, kv_heads, head_dim, block_tokens, dtype, window, (0, 1100, 1101, 1102))
-        for (group, kv_heads, head_dim, block_tokens), dtype, window in itertools.product(
-            ((4, 2, 128, 32), (1, 4, 64, 8), (8, 1, 80, 16), (3, 3, 256, 128)), TOLERANCE, (None, 700)
-        )
-        if head_dim < 256 or dtype != "float32"  # which takes longest to compile
-    ),
-    *(Case(4, 2, 128, 32, dtype, None, (0, 700, 1400, 1401), mapped=True) for dtype in TOLERANCE),
+    [
+        Case(*shape, dtype, window, (0, 1100, 1101, 1102))
+        for dtype, window in itertools.product(TOLERANCE, (None, 700))
+        if shape[2] < 256 or dtype != "float32"  # which takes longest to compile
+    ]
+    for shape in SHAPES
 ]
-FEW = [Case(2, 1, 32, 16, "float32", None, (0, 20, 21)), Case(2, 1, 32, 16, "bfloat16", 9, (0, 20, 21), mapped=True)]
+CASES.insert(1, MAPPED)
+FEW = [
+    [Case(2, 1, 32, 16, "float32", None, (0, 20, 21))],
+    [Case(2, 1, 32, 16, "bfloat16", 9, (0, 20, 21), mapped=True)],
+    *([] for _ in SHAPES[1:]),
+]
 
 
-def check(machine: Machine, few: bool) -> list[Line]:
-    """Every case, and whether splitting and chunks change bits in fp32."""
-    cases = FEW if few else CASES
-    lines = [_check_case(machine, case) for case in cases]
-    lines.append(_check_bits(machine, cases[0]))
-    return lines
+def check(machine: Machine, group: int, few: bool) -> Iterator[Line]:
+    """The cases of one group."""
+    for case in (FEW if few else CASES)[group]:
+        yield _check_case(machine, case)
 
 
 class _Chat:
@@ -125,9 +122,9 @@ def _check_case(machine: Machine, case: Case) -> Line:
     return Line(f"{name}, window {case.window}", right, f"out off by {error:.1e} ({limit:.1e}), lse {lse_error:.1e}")
 
 
-def _check_bits(machine: Machine, case: Case) -> Line:
+def check_bits(machine: Machine, few: bool) -> list[Line]:
     """Contexts of several segments in one piece and in many, split and whole, in fp32."""
-    chat = _Chat(machine, case._replace(dtype="float32", window=None, mapped=False))
+    chat = _Chat(machine, (FEW if few else CASES)[0][0]._replace(dtype="float32", window=None))
     length = chat.length
     cuts = [0, length // 3, length // 2, length - 2, length - 1, length]
     results = [chat.run(machine, (0, length)), chat.run(machine, cuts)]
@@ -135,4 +132,4 @@ def _check_bits(machine: Machine, case: Case) -> Line:
     results += [chat.run(machine, (0, length)), chat.run(machine, cuts)]
     triton_kernel.PARTS_BYTES_MAX = before
     same = all(torch.equal(results[0][0], out) and torch.equal(results[0][1], lse) for out, lse in results[1:])
-    return Line("fp32 bits, in chunks and in segments", same, "equal" if same else "they differ")
+    return [Line("fp32 bits, in chunks and in segments", same, "equal" if same else "they differ")]

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import torch
 
+from gpu.found import Speed
 from gpu.machine import Machine
-from gpu.speed import Geometry, Speed, step
+from gpu.speed import PCIE, Geometry, step
 from kvtier.attention import AttentionBatch
 from kvtier.batch import PassBatch
 from kvtier.device.arena import DeviceArena
 from kvtier.device.near import NearSlices
 
 
-def measure_prefill(machine: Machine, geometry: Geometry, pcie_gb_s: float) -> list[Speed]:
+def measure_prefill(machine: Machine, geometry: Geometry) -> list[Speed]:
     """A prefill pass at the end of a context in mapped DRAM, its rows read in place, and with slices brought near."""
     layout, chunk = geometry.layout, geometry.chunk
     blocks, own = layout.block_count(geometry.streamed_context), layout.block_count(chunk)
@@ -44,6 +45,6 @@ def measure_prefill(machine: Machine, geometry: Geometry, pcie_gb_s: float) -> l
     lines = []
     for how, action in (("rows in mapped DRAM in place", in_place), ("slices brought near", brought)):
         gb_s = read_bytes / machine.seconds(action, 2) / 1e9
-        lines.append(Speed(f"prefill of {chunk}, {how}", gb_s, pcie_gb_s, "copy pinned DRAM -> HBM"))
+        lines.append(Speed(f"prefill of {chunk}, {how}", gb_s, PCIE))
     host.close()
     return lines

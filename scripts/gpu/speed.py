@@ -5,12 +5,13 @@ from __future__ import annotations
 import mmap
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from gpu.found import Line, Speed
 from gpu.machine import HostMemory, Machine
 from kvtier.attention import AttentionBatch
 from kvtier.batch import PassBatch
@@ -22,15 +23,9 @@ from kvtier.io.base import IoRequest, Operation
 from kvtier.io.threads import ThreadsEngine
 
 READERS = 16
-
-
-class Speed(NamedTuple):
-    """One line of the table."""
-
-    what: str
-    gb_s: float
-    limit_gb_s: float | None
-    limit: str
+HBM = "copy within HBM (read and written)"
+PCIE = "copy pinned DRAM -> HBM"
+DISK = "reads of the disk alone"
 
 
 class Geometry(NamedTuple):
@@ -65,37 +60,25 @@ class Geometry(NamedTuple):
         return f"{shape}, {self.context} tokens from HBM, {self.streamed_context} streamed"
 
 
-def measure(machine: Machine, geometry: Geometry, folder: Path) -> list[Speed]:
-    """Every line, limits first."""
-    hbm, up, down = _copies(machine, geometry.copy_bytes)
-    resident = _resident(machine, geometry)
-    mapped = _mapped(machine, geometry)
-    streamed, disk, direct = _from_nvme(machine, geometry, folder)
-    reads = "reads of NVMe alone" if direct else "buffered reads of a file, no NVMe"
-    return [
-        Speed("copy within HBM (read and written)", hbm, None, ""),
-        Speed("copy pinned DRAM -> HBM", up, None, ""),
-        Speed("copy HBM -> pinned DRAM", down, None, ""),
-        Speed(reads, disk, None, ""),
-        Speed("decode attention, rows in HBM, graph", resident, hbm, "copy within HBM"),
-        Speed("decode attention, rows in mapped DRAM, graph", mapped, up, "copy pinned DRAM -> HBM"),
-        Speed("decode attention, rows on NVMe", streamed, disk, reads),
-    ]
-
-
-def _copies(machine: Machine, byte_count: int) -> tuple[float, float, float]:
+def copies(machine: Machine, geometry: Geometry) -> list[Speed]:
+    """The limits of what is read from HBM and over PCIe."""
+    byte_count = geometry.copy_bytes
     host = machine.map_host(byte_count)
     one, other = (torch.empty(byte_count, dtype=torch.uint8, device=machine.device) for _ in range(2))
-    copies = Copies(make_lane(machine.device), 1)
+    lane = Copies(make_lane(machine.device), 1)
 
     def gb_s(target: torch.Tensor, source: torch.Tensor, moved_bytes: int) -> float:
         def copy() -> None:
-            copies.start([(target, source)])
-            copies.close()
+            lane.start([(target, source)])
+            lane.close()
 
         return moved_bytes / machine.seconds(copy, 5) / 1e9
 
-    speeds = gb_s(one, other, 2 * byte_count), gb_s(one, host.tensor, byte_count), gb_s(host.tensor, one, byte_count)
+    speeds = [
+        Speed(HBM, gb_s(one, other, 2 * byte_count)),
+        Speed(PCIE, gb_s(one, host.tensor, byte_count)),
+        Speed("copy HBM -> pinned DRAM", gb_s(host.tensor, one, byte_count)),
+    ]
     host.close()
     return speeds
 
@@ -138,7 +121,8 @@ def _graph_gb_s(machine: Machine, geometry: Geometry, addresses: list[int], spar
     return context * layout.token_bytes / seconds / 1e9
 
 
-def _resident(machine: Machine, geometry: Geometry) -> float:
+def resident(machine: Machine, geometry: Geometry) -> list[Speed]:
+    """Decode attention over rows in HBM."""
     layout = geometry.layout
     blocks = layout.block_count(geometry.context)
     arena = DeviceArena(layout, blocks + 1, machine.device)
@@ -146,17 +130,19 @@ def _resident(machine: Machine, geometry: Geometry) -> float:
         arena.row(slot).fill_(1)
     order = torch.randperm(blocks, generator=torch.Generator().manual_seed(1)).tolist()
     addresses = [arena.address(slot) for slot in order]
-    return _graph_gb_s(machine, geometry, addresses, arena.address(blocks), geometry.context)
+    speed = _graph_gb_s(machine, geometry, addresses, arena.address(blocks), geometry.context)
+    return [Speed("decode attention, rows in HBM, graph", speed, HBM)]
 
 
-def _mapped(machine: Machine, geometry: Geometry) -> float:
+def mapped(machine: Machine, geometry: Geometry) -> list[Speed]:
+    """Decode attention over rows in DRAM, where they are."""
     layout = geometry.layout
     blocks = layout.block_count(geometry.streamed_context)
     host = machine.map_host((blocks + 1) * layout.row_bytes)
     addresses = [host.device_address(slot * layout.row_bytes) for slot in range(blocks + 1)]
     speed = _graph_gb_s(machine, geometry, addresses[:-1], addresses[-1], geometry.streamed_context)
     host.close()
-    return speed
+    return [Speed("decode attention, rows in mapped DRAM, graph", speed, PCIE)]
 
 
 class _NvmeRows:
@@ -216,12 +202,13 @@ class _NvmeRows:
             buffer.close()
 
 
-def _from_nvme(machine: Machine, geometry: Geometry, folder: Path) -> tuple[float, float, bool]:
-    """Streamed decode, reads alone, and whether they were direct. A group is read while the last is attended."""
+def from_nvme(machine: Machine, geometry: Geometry, folder: Path) -> Iterator[Line | Speed]:
+    """Whether reads are direct, how fast alone, and in streamed decode: a group is read while the last is attended."""
     rows = _NvmeRows(machine, geometry, folder)
     layout, total_bytes = geometry.layout, rows.blocks * geometry.layout.row_bytes
     staged = [torch.empty(rows.blocks * rows.group_bytes, dtype=torch.uint8, device=machine.device) for _ in range(2)]
-    copies = Copies(make_lane(machine.device), 2)
+    lane = Copies(make_lane(machine.device), 2)
+    yield Line("reads of the disk", True, "direct" if rows.direct else "buffered: the file system is in memory")
 
     def read() -> None:
         for group in range(rows.groups):
@@ -234,15 +221,16 @@ def _from_nvme(machine: Machine, geometry: Geometry, folder: Path) -> tuple[floa
             rows.wait()
             if group + 1 < rows.groups:
                 rows.start(group + 1)
-            _attend_group(machine, geometry, rows.buffers[group % 2], staged[group % 2], copies, group, rows.blocks)
+            _attend_group(machine, geometry, rows.buffers[group % 2], staged[group % 2], lane, group, rows.blocks)
 
     reads, decodes = [], []
     for _ in range(3):  # in turns
         reads.append(machine.seconds(read, 1))
         decodes.append(machine.seconds(decode, 1))
     rows.close()
+    yield Speed(DISK, total_bytes / min(reads) / 1e9)
     payload_bytes = geometry.streamed_context * layout.token_bytes
-    return payload_bytes / min(decodes) / 1e9, total_bytes / min(reads) / 1e9, rows.direct
+    yield Speed("decode attention, rows on NVMe", payload_bytes / min(decodes) / 1e9, DISK)
 
 
 def _attend_group(
@@ -250,14 +238,14 @@ def _attend_group(
     geometry: Geometry,
     source: HostMemory,
     target: torch.Tensor,
-    copies: Copies,
+    lane: Copies,
     group: int,
     blocks: int,
 ) -> None:
     """Copy a group's slices up and attend its layers: addresses are such that a layer's offset finds its slice."""
     layout = geometry.layout
-    copies.start([(target, source.tensor)])
-    copies.close()  # the buffer is read into again two groups from here
+    lane.start([(target, source.tensor)])
+    lane.close()  # the buffer is read into again two groups from here
     first = group * geometry.group_layers
     begin = target.data_ptr() - first * layout.slice_bytes
     piece = geometry.group_layers * layout.slice_bytes
