@@ -73,15 +73,18 @@ class RowBlock {
             top = Simd::max(top, Simd::load(scores_ + i));
             top_2 = Simd::max(top_2, Simd::load(scores_ + i + LANES));
         }
-        top = Simd::mul(join_lanes(Simd::max(top, top_2), Simd::max), Simd::set(scale_));
+        top = join_lanes(Simd::max(top, top_2), Simd::max);
         constexpr float LOG2_E = 1.44269504f;
         const Floats factor = Simd::set(scale_ * LOG2_E);
         const __mmask16 blind = _mm512_cmp_ps_mask(top, Simd::set(-INFINITY), _CMP_EQ_OQ);  // rows that see nothing
-        const Floats shift = _mm512_mask_mov_ps(Simd::mul(top, Simd::set(-LOG2_E)), blind, Simd::set(0.0f));
+        const Floats base = _mm512_mask_mov_ps(top, blind, Simd::set(0.0f));
+        // Less the largest before it is scaled: so that one weighs 1, however large scores are.
+        const auto weight = [&](const float* score) {
+            return power_of_two(Simd::mul(Simd::sub(Simd::load(score), base), factor));
+        };
         Floats total = Simd::set(0.0f), total_2 = total;
         for (int i = first; i < last; i += 2 * LANES) {
-            const Floats a = power_of_two(Simd::fma(Simd::load(scores_ + i), factor, shift));
-            const Floats b = power_of_two(Simd::fma(Simd::load(scores_ + i + LANES), factor, shift));
+            const Floats a = weight(scores_ + i), b = weight(scores_ + i + LANES);
             total = Simd::add(total, a);
             total_2 = Simd::add(total_2, b);
             if constexpr (PAIRS) {
@@ -92,7 +95,7 @@ class RowBlock {
                 Simd::store(scores_ + i + LANES, b);
             }
         }
-        Simd::store(product_ + depth_ * lanes_, top);
+        Simd::store(product_ + depth_ * lanes_, Simd::mul(top, Simd::set(scale_)));
         Simd::store(product_ + depth_ * lanes_ + LANES, join_lanes(Simd::add(total, total_2), Simd::add));
     }
 

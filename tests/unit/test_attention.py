@@ -309,6 +309,20 @@ def test_scores_far_beyond_the_range_of_exp_stay_finite(make: MakeBackend) -> No
     torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-3)
 
 
+@pytest.mark.parametrize("group", [1, 8])
+def test_of_bf16_scores_too_large_for_a_difference_of_one_the_largest_still_weighs_one(
+    make: MakeBackend, group: int
+) -> None:
+    chat = Chat(KVLayout(2, 1, 64, 16, "bfloat16"), group, 150, seed=3)
+    chat.k *= 1e10
+    backend = make(2)
+    results = [run_pass(backend, [(chat, *cut)], None)[0] for cut in ((0, 149), (149, 150))]
+    out, lse = (torch.cat(parts) for parts in zip(*results, strict=True))
+    expected_out, expected_lse = chat.dense(None)
+    torch.testing.assert_close(out.double(), expected_out, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=0.0)
+
+
 def test_a_name_chooses_the_backend(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     assert make_backend("reference", 1).name == "reference"
     with pytest.raises(ConfigError, match="quick"):
