@@ -114,7 +114,7 @@ class TileTask : TileView {
             Simd::transpose(key_rows_ + i, dim_, keys_ + i, SPAN);
             if (i % 16 == 0) ahead_.fetch();
         }
-        const bool widen = rows_count_ > TILE_ROWS || dim_ % LANES != 0;
+        const bool widen = rows_count_ > TILE_ROWS || dim_ != width_;  // else whole registers are read of V as it lies
         if (widen) widen_values(begin, end);
         for (int row = 0; row < rows_count_; row += TILE_ROWS) {
             const int count = smaller(TILE_ROWS, rows_count_ - row);

@@ -20,6 +20,7 @@ from kvtier.attention import AttentionBackend, AttentionBatch, make_backend, mer
 from kvtier.attention.reference import DTYPES, ReferenceAttention
 from kvtier.block import KVLayout
 from kvtier.errors import ConfigError
+from tests.guarded import guarded
 
 try:
     from kvtier import _native
@@ -282,6 +283,24 @@ def test_positions_left_of_every_window_are_not_read(make: MakeBackend) -> None:
     chat.table[:10] = -4096  # blocks of positions 0 .. 159 are gone: reading them would end the process
     out, lse = run_pass(backend, [(chat, 196, 200)], 30)[0]
     check_close(chat, out, lse, 30, 196)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("head_dim", "block_tokens"), [(64, 16), (80, 128), (24, 128)])
+def test_nothing_beside_rows_and_queries_is_touched(
+    make: MakeBackend, head_dim: int, block_tokens: int, dtype: str
+) -> None:
+    layout = KVLayout(1, 1, head_dim, block_tokens, dtype)
+    assert layout.row_bytes == layout.slice_payload_bytes, "there would be room behind a row"
+    chat = Chat(layout, 5, 131, seed=head_dim, layer=0)
+    rows = [guarded(row) for row in chat.rows]
+    chat.table = torch.tensor([row.data_ptr() for row in rows])
+    backend = make(2)
+    backend.append(guarded(chat.k), guarded(chat.v), batch_of([(chat, 0, 131)]), layout, 0)
+    for begin, end, window in ((0, 131, None), (129, 131, None), (130, 131, 40)):
+        batch = batch_of([(chat, begin, end)])
+        out, lse = backend.attend(guarded(chat.q[begin:end]), batch, layout, 0, scale_of(layout), window)
+        check_close(chat, out, lse, window, begin)
 
 
 def test_append_touches_its_own_places_only(make: MakeBackend) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from kvtier.attention import make_backend
 from kvtier.models.ops import NativeOps, make_ops
+from tests.guarded import guarded
 
 try:
     from kvtier import _native
@@ -109,6 +110,15 @@ def test_linear_few_reads_strided_rows_and_weights_that_start_anywhere(few_isa: 
     for rows in (1, 2, 3, 5, limit):
         found = ops.linear(wide[:rows, gap : gap + inner], moved, None)
         assert torch.equal(found, ops.linear(x[:rows], weight, None))
+
+
+@pytest.mark.parametrize(("inner", "outer"), [(32, 16), (160, 80), (3104, 48)])
+def test_linear_few_reads_nothing_beside_rows_and_weights(few_isa: str, inner: int, outer: int) -> None:
+    limit, ops = FEW_ROWS_MAX[few_isa], make(few_isa, 2)
+    x, weight = normal(limit, inner), normal(outer, inner, seed=1)
+    expected, kept = ops.linear(x, weight, None), guarded(weight)
+    for rows in (1, 2, 3, 7, limit):
+        assert torch.equal(ops.linear(guarded(x[:rows]), kept, None), expected[:rows])
 
 
 def test_a_bf16_row_that_is_not_a_number_spoils_no_other(few_isa: str) -> None:
