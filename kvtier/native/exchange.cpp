@@ -1,0 +1,121 @@
+#include "exchange.hpp"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdint>
+#include <iterator>
+#include <stdexcept>
+#include <utility>
+
+#include <sys/eventfd.h>
+
+namespace kvtier {
+namespace {
+
+void signal(int event) {
+    const std::uint64_t one = 1;
+    [[maybe_unused]] const auto written = write(event, &one, sizeof one);
+}
+
+}  // namespace
+
+int Exchange::open() {
+    alarm_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    bell_ = eventfd(0, EFD_CLOEXEC);
+    return alarm_ < 0 || bell_ < 0 ? errno : 0;
+}
+
+void Exchange::close_descriptors() {
+    for (int* held : {&alarm_, &bell_}) {
+        const int descriptor = std::exchange(*held, -1);  // first: a child may be forked here
+        if (descriptor >= 0) ::close(descriptor);
+    }
+}
+
+void Exchange::push(std::vector<Move> moves) {
+    std::lock_guard lock(mutex_);
+    if (stop_) throw std::runtime_error("the io_uring is closed");
+    queue_.insert(queue_.end(), std::move_iterator(moves.begin()), std::move_iterator(moves.end()));
+    fed_.notify_one();
+    if (std::exchange(sleeps_, false)) signal(alarm_);
+}
+
+std::vector<Move> Exchange::cancel() {
+    std::lock_guard lock(mutex_);
+    std::vector<Move> moves(std::move_iterator(queue_.begin()), std::move_iterator(queue_.end()));
+    queue_.clear();
+    return moves;
+}
+
+std::vector<End> Exchange::take() {
+    std::lock_guard lock(mutex_);
+    rung_ = false;
+    return std::exchange(ends_, {});
+}
+
+void Exchange::wake() {
+    std::lock_guard lock(mutex_);
+    ring_bell();
+}
+
+bool Exchange::close() {
+    std::lock_guard lock(mutex_);
+    stop_ = true;
+    fed_.notify_one();
+    if (left_) close_descriptors();
+    return left_;
+}
+
+int Exchange::wait_for_thread() {
+    std::unique_lock lock(mutex_);
+    begun_.wait(lock, [this] { return has_begun_; });
+    return failure_;
+}
+
+void Exchange::begun(int failure) {
+    std::lock_guard lock(mutex_);
+    failure_ = failure;
+    has_begun_ = true;
+    begun_.notify_all();
+}
+
+bool Exchange::take_moves(std::vector<Move>& moves, std::size_t room) {
+    moves.clear();
+    std::unique_lock lock(mutex_);
+    fed_.wait(lock, [this] { return !queue_.empty() || moving_ != 0 || stop_; });
+    if (queue_.empty() && moving_ == 0) return false;
+    const auto end = queue_.begin() + std::ptrdiff_t(std::min(room, queue_.size()));
+    moves.assign(std::move_iterator(queue_.begin()), std::move_iterator(end));
+    queue_.erase(queue_.begin(), end);
+    moving_ += moves.size();
+    sleeps_ = moves.size() < room;
+    return true;
+}
+
+void Exchange::deliver(std::vector<End>& ends) {
+    std::lock_guard lock(mutex_);
+    sleeps_ = false;
+    if (ends.empty()) return;
+    moving_ -= ends.size();
+    ends_.insert(ends_.end(), std::move_iterator(ends.begin()), std::move_iterator(ends.end()));
+    ends.clear();
+    ring_bell();
+}
+
+void Exchange::silence() {
+    std::uint64_t rings;
+    [[maybe_unused]] const auto taken = read(alarm_, &rings, sizeof rings);
+}
+
+void Exchange::leave() {
+    std::lock_guard lock(mutex_);
+    left_ = true;
+    ring_bell();
+}
+
+void Exchange::ring_bell() {
+    if (!rung_) signal(bell_);
+    rung_ = true;
+}
+
+}  // namespace kvtier

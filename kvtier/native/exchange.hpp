@@ -1,0 +1,63 @@
+// Where the callers of an io_uring and its thread meet: moves that wait, ends that nobody has taken yet, and two
+// eventfds: one wakes the thread while it sleeps in the kernel, one is the bell that callers wait for.
+//
+// All of it is under one mutex, which in a forked child may be held for ever: there nothing may be called but forked()
+// and close_descriptors(). Knows no kernel interface but eventfds. Owned by uring.cpp.
+#pragma once
+
+#include <condition_variable>
+#include <cstddef>
+#include <deque>
+#include <mutex>
+#include <vector>
+
+#include <sys/types.h>
+#include <unistd.h>
+
+#include "uring.hpp"
+
+namespace kvtier {
+
+class Exchange {
+  public:
+    int open();  // makes the eventfds; 0, or the number of an error
+    bool forked() const { return getpid() != owner_; }
+    void close_descriptors();
+
+    // ---- callers, any thread; as Ring says
+
+    void push(std::vector<Move> moves);
+    std::vector<Move> cancel();
+    std::vector<End> take();
+    int bell() const { return bell_; }
+    void wake();
+    bool close();         // whether the thread has left
+    int wait_for_thread();  // what it said when it had begun
+
+    // ---- the thread
+
+    void begun(int failure);
+    // Takes up to `room` moves, waiting while there is nothing to do; false: there never will be.
+    bool take_moves(std::vector<Move>& moves, std::size_t room);
+    void deliver(std::vector<End>& ends);  // out of the kernel, and no longer about to sleep there; empties `ends`
+    int alarm() const { return alarm_; }   // readable once moves have come while it slept in the kernel with room
+    void silence();
+    void leave();
+
+  private:
+    void ring_bell();
+
+    const pid_t owner_ = getpid();
+    std::mutex mutex_;
+    std::condition_variable fed_;    // the thread sleeps on it while nothing is in the kernel
+    std::condition_variable begun_;  // the constructor of the ring sleeps on it
+    std::deque<Move> queue_;
+    std::vector<End> ends_;
+    std::size_t moving_ = 0;  // taken from the queue and not among the ends yet
+    bool sleeps_ = false;     // the thread sleeps in the kernel with room for more, or is about to
+    bool has_begun_ = false, stop_ = false, rung_ = false, left_ = false;
+    int failure_ = 0;
+    int alarm_ = -1, bell_ = -1;
+};
+
+}  // namespace kvtier
