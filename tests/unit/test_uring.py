@@ -205,6 +205,15 @@ def test_a_ring_that_is_dropped_leaves_what_it_was_given_to_the_kernel(file: int
     wait_until(lambda: bytes(target) == b"late" * (PAGE // 4))
 
 
+def test_the_end_of_a_ring_rings_its_bell_though_nobody_has_taken_what_ended(file: int) -> None:
+    ring = KernelCalls().ring(1, 0)
+    ring.push([read_of(file, 0, aligned(PAGE))])
+    os.eventfd_read(ring.bell)
+    assert not ring.close()
+    assert select.select([ring.bell], [], [], WAIT_S)[0], "the bell does not ring"
+    assert ring.close() and [result.tag for result in ring.take()[0]] == [1]
+
+
 def test_many_threads_push_at_once_and_each_request_ends_once_with_its_bytes(file: int) -> None:
     ring = KernelCalls().ring(3, PAGE)
     targets = [aligned(2 * PAGE) for _ in range(400)]
