@@ -140,7 +140,10 @@ class Ring(Protocol):
 
     @property
     def bell(self) -> int:
-        """An eventfd; rings once until the next `take`: when something ended, at `wake`, when `close` says True."""
+        """An eventfd; rings once until the next `take`: when something ended, at `wake`; and when `close` says True.
+
+        While two or more wait for each that has ended it may ring up to 10 ms later, once for all of them.
+        """
 
     def take(self) -> tuple[list[IoResult], list[Ended]]:
         """What has ended: results of what has moved whole and has no `then`, and the others."""

@@ -12,6 +12,11 @@
 namespace kvtier {
 namespace {
 
+// The bell is held back while so many wait for each that has ended: what ended then hears of it later by at most half
+// of what the queue behind it still takes. And for so long at most, should the disk hang.
+constexpr std::size_t WAITING_FOR_EACH = 2;
+constexpr std::int64_t HELD_NS = 10'000'000;
+
 void signal(int event) {
     const std::uint64_t one = 1;
     [[maybe_unused]] const auto written = write(event, &one, sizeof one);
@@ -92,14 +97,19 @@ bool Exchange::take_moves(std::vector<Move>& moves, std::size_t room) {
     return true;
 }
 
-void Exchange::deliver(std::vector<End>& ends) {
+std::int64_t Exchange::deliver(std::vector<End>& ends, std::int64_t now_ns, bool can_time_out) {
     std::lock_guard lock(mutex_);
     sleeps_ = false;
-    if (ends.empty()) return;
     moving_ -= ends.size();
     ends_.insert(ends_.end(), std::move_iterator(ends.begin()), std::move_iterator(ends.end()));
     ends.clear();
+    if (ends_.empty() || rung_) return 0;
+    if (held_since_ns_ == 0) held_since_ns_ = now_ns;
+    const std::int64_t left_ns = held_since_ns_ + HELD_NS - now_ns;
+    const bool comes_again = can_time_out && moving_ != 0;  // though the queue be cancelled
+    if (comes_again && left_ns > 0 && ends_.size() * WAITING_FOR_EACH < queue_.size()) return left_ns;
     ring_bell();
+    return 0;
 }
 
 void Exchange::silence() {
@@ -114,6 +124,7 @@ void Exchange::leave() {
 }
 
 void Exchange::ring_bell() {
+    held_since_ns_ = 0;
     if (!rung_) signal(bell_);
     rung_ = true;
 }

@@ -7,6 +7,7 @@
 
 #include <condition_variable>
 #include <cstddef>
+#include <cstdint>
 #include <deque>
 #include <mutex>
 #include <vector>
@@ -39,7 +40,10 @@ class Exchange {
     void begun(int failure);
     // Takes up to `room` moves, waiting while there is nothing to do; false: there never will be.
     bool take_moves(std::vector<Move>& moves, std::size_t room);
-    void deliver(std::vector<End>& ends);  // out of the kernel, and no longer about to sleep there; empties `ends`
+    // Hands ends over, and empties `ends`; the thread is no longer about to sleep in the kernel. While much waits in the
+    // queue, callers hear of ends by the batch: the bell may be held back, if the thread's sleep in the kernel can time
+    // out. Returns in how many ns at most it must be here again; 0: whenever more has ended.
+    std::int64_t deliver(std::vector<End>& ends, std::int64_t now_ns, bool can_time_out);
     int alarm() const { return alarm_; }   // readable once moves have come while it slept in the kernel with room
     void silence();
     void leave();
@@ -55,6 +59,7 @@ class Exchange {
     std::vector<End> ends_;
     std::size_t moving_ = 0;  // taken from the queue and not among the ends yet
     bool sleeps_ = false;     // the thread sleeps in the kernel with room for more, or is about to
+    std::int64_t held_since_ns_ = 0;  // the bell is held back; 0: it is not
     bool has_begun_ = false, stop_ = false, rung_ = false, left_ = false;
     int failure_ = 0;
     int alarm_ = -1, bell_ = -1;

@@ -31,7 +31,7 @@ constexpr std::uint64_t ALARM = ~std::uint64_t(0);
 constexpr int REFUSALS_MAX = 64;
 constexpr long REFUSAL_PAUSE_NS = 1'000'000;
 constexpr int TOGETHER_SHARE = 4, TOGETHER_MAX = 8;  // of what is under way so much, at most so many, end together
-constexpr long TOGETHER_NS = 500'000;                // or what has ended by then
+constexpr std::int64_t TOGETHER_NS = 500'000;        // or what has ended by then
 
 std::int64_t now_ns() {
     timespec now;
@@ -76,6 +76,7 @@ struct Ring::State {
     std::vector<int> free;
     bool alarm_armed = false;
     bool flowing = false;  // something has ended since it last slept in vain
+    std::int64_t bell_within_ns = 0;  // it is held back, and may be for so long; 0: it is not
     int refusals = 0;
     const Checksum checksum = checksum_for("auto");
     std::vector<Move> done;  // out of the kernel, on their way to the callers
@@ -109,7 +110,7 @@ void Ring::State::run() {
         if (!alarm_armed) arm_alarm();
         enter(ends.empty());
         sum();  // while the disk has work again
-        exchange.deliver(ends);
+        bell_within_ns = exchange.deliver(ends, now_ns(), kernel.can_time_out());
         reap();
     }
     kernel.unmap();
@@ -160,13 +161,14 @@ void Ring::State::arm_alarm() {
 // Hands over what is new, and may sleep until something ended or more came into the queue.
 void Ring::State::enter(bool sleep) {
     const int inside = depth - int(free.size()), together = std::min(inside / TOGETHER_SHARE, TOGETHER_MAX);
-    int error;
+    unsigned least = sleep ? 1 : 0;
+    std::int64_t longest_ns = sleep ? bell_within_ns : 0;
     if (sleep && together > 1 && flowing && kernel.can_time_out()) {
         // The alarm counts as an end, so what comes into the queue meanwhile may wait for the timeout, which is short.
-        error = kernel.enter(unsigned(together), TOGETHER_NS);
-    } else {
-        error = kernel.enter(sleep ? 1 : 0, 0);
+        least = unsigned(together);
+        longest_ns = longest_ns ? std::min(longest_ns, TOGETHER_NS) : TOGETHER_NS;
     }
+    const int error = kernel.enter(least, longest_ns);
     if (!error) refusals = 0;
     if (error == ETIME) flowing = false;
     if (!error || error == EINTR || error == ETIME) return;

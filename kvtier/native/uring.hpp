@@ -50,7 +50,7 @@ class Ring {
     void push(std::vector<Move> moves);  // any thread
     std::vector<Move> cancel();          // what was not in the kernel yet, and never will be
     std::vector<End> take();             // what has ended
-    int bell() const;                    // an eventfd: rings when take() has something, at wake(), at the very end
+    int bell() const;  // an eventfd: rings when take() has something, later if more waits; at wake(); at the very end
     void wake();
     bool close();  // takes no more; whether its thread and descriptors are gone, which the bell tells, too
     void after_fork_in_child();

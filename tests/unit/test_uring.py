@@ -205,6 +205,29 @@ def test_a_ring_that_is_dropped_leaves_what_it_was_given_to_the_kernel(file: int
     wait_until(lambda: bytes(target) == b"late" * (PAGE // 4))
 
 
+def test_while_much_waits_the_bell_is_held_back_for_more_to_end(pipe: tuple[int, int]) -> None:
+    ring, count = KernelCalls().ring(1, 0), 12
+    ring.push([read_of(pipe[0], 0, aligned(PAGE), tag=tag) for tag in range(count)])
+    for ended_count in range(1, count + 1):
+        os.write(pipe[1], bytes(PAGE))
+        [result], _ = taken(ring, 1)
+        waiting_count = count - ended_count - 2  # the kernel has another, and may have had this one when it rang
+        held_ns = time.monotonic_ns() - result.ended_ns
+        assert result.tag == ended_count - 1 and (waiting_count <= 2 or held_ns >= 10_000_000)
+    close(ring)
+
+
+def test_what_ended_before_the_disk_hung_is_told_whatever_waits(file: int, pipe: tuple[int, int]) -> None:
+    ring = KernelCalls().ring(1, 0)
+    hangs = read_of(pipe[0], 0, aligned(PAGE), tag=2)
+    ring.push([read_of(file, 0, aligned(PAGE), tag=1), hangs, *[hangs._replace(tag=tag) for tag in range(3, 20)]])
+    assert [result.tag for result in taken(ring, 1)[0]] == [1]
+    assert len(ring.cancel()) == 17
+    os.write(pipe[1], b"late" * (PAGE // 4))
+    assert [result.tag for result in taken(ring, 1)[0]] == [2]
+    close(ring)
+
+
 def test_the_end_of_a_ring_rings_its_bell_though_nobody_has_taken_what_ended(file: int) -> None:
     ring = KernelCalls().ring(1, 0)
     ring.push([read_of(file, 0, aligned(PAGE))])
