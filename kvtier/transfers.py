@@ -159,8 +159,7 @@ class RowTransfers:
                 self._crossings.start(flight.crossing, upward=True)
                 continue
             ended.append((flight, result))
-        for flight, _ in ended:
-            self._part_with(flight)
+        self._part_with(ended)
         return ended
 
     def cancel(self, operation: ShelfOperation) -> None:
@@ -233,10 +232,12 @@ class RowTransfers:
             self._submit(requests)
         return ended
 
-    def _part_with(self, flight: Flight) -> None:
-        """Its page and landing place are free again."""
-        del self._flights[flight.ticket]
-        self._pages(flight.operation).give(flight.page)
-        if flight.crossing is not None:
-            assert self._crossings is not None
-            self._crossings.give(flight.crossing)
+    def _part_with(self, ended: Iterable[tuple[Flight, IoResult]]) -> None:
+        """Their pages and landing places are free again."""
+        flights, read_pages, write_pages = self._flights, self._read_pages, self._write_pages
+        for flight, _ in ended:
+            del flights[flight.ticket]
+            (read_pages if flight.operation is ShelfOperation.READ else write_pages).give(flight.page)
+            if flight.crossing is not None:
+                assert self._crossings is not None
+                self._crossings.give(flight.crossing)
