@@ -66,7 +66,7 @@ class PlainEngine:
 
     def submit(self, requests: Sequence[IoRequest]) -> int:
         """See `IoEngine`."""
-        return self._inner.submit([IoRequest._make((*request[:5], None, None, None)) for request in requests])
+        return self._inner.submit([IoRequest(*request[:5]) for request in requests])
 
     def room(self, operation: Operation) -> int:
         """See `IoEngine`."""
@@ -181,7 +181,7 @@ class NvmeTier:
         in_flight_max: int,
         rung: threading.Event,
     ) -> None:
-        lends = bool(free)
+        lends, slot_bytes, good = bool(free), self._form.slot_bytes, (None, Verdict.GOOD)
         following = ended_count = 0
         while ended_count < len(rows):
             count = min(moves.room(operation), len(rows) - following, len(free) if lends else in_flight_max)
@@ -192,9 +192,11 @@ class NvmeTier:
                 moves.start(operation, starting)
             rung.wait()
             rung.clear()
-            for flight, result in moves.poll():
-                ended_count += 1
-                if result.moved_bytes != self._form.slot_bytes or result.value not in (None, Verdict.GOOD):
+            ended = moves.poll()
+            ended_count += len(ended)
+            for flight, result in ended:
+                _, moved_bytes, _, value, *_ = result
+                if moved_bytes != slot_bytes or value not in good:
                     raise RuntimeError(f"slot {flight.record.slot}: {result}")
                 if lends:
                     free.append(flight.row)
