@@ -10,6 +10,7 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,18 @@ FILES = {"keeper.lock", "keeper.sock", "keeper.log", "owners.lock", "journal", "
 class Crew:
     """See the module. A context manager: in the end all engines are closed and the keeper has left."""
 
-    def __init__(self, path: Path, count: int, nursery: Nursery | None = None, **setting: Any) -> None:
-        """`setting`: as in `shelf_engine.Setting`. The engines are opened; a `nursery` that is given stays open."""
+    def __init__(
+        self,
+        path: Path,
+        count: int,
+        nursery: Nursery | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        **setting: Any,
+    ) -> None:
+        """`setting`: as in `shelf_engine.Setting`. The engines are opened; a `nursery` that is given stays open.
+
+        `clock`: in seconds, how long openings take.
+        """
         self.path = path
         self._own_nursery = nursery is None
         self.nursery = nursery if nursery is not None else Nursery()
@@ -38,6 +49,7 @@ class Crew:
         self.published: dict[str, list[tuple[int, int]]] = {tier: [] for tier in BOTH}
         """(seed, count) of chains whose first blocks are published."""
         self.engines: list[Worker] = []
+        self._clock = clock
         self.opened_s: list[float] = []
         """How long each opening took, not counting what the engine waited for a CPU."""
         self.last_keeper = 0
@@ -87,10 +99,10 @@ class Crew:
             self.engines.append(engine)
         else:
             self.engines[place] = engine
-        begun = time.monotonic()
+        begun = self._clock()
         tiers = engine("open", OPEN_S, 2)
         assert tiers == list(BOTH), (tiers, engine("refusal"))
-        self.opened_s.append(time.monotonic() - begun - starved_s(engine.pid))
+        self.opened_s.append(self._clock() - begun - starved_s(engine.pid))
         return engine
 
     def known(self, newest: int = 50) -> list[tuple[str, int, int]]:
