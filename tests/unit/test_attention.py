@@ -265,15 +265,37 @@ def test_any_number_of_query_heads_decodes_alone_and_with_its_neighbour(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+@pytest.mark.parametrize(("begin", "end"), [(0, 100), (66, 71)])  # many rows a tile, and so few that they share a block
 def test_later_positions_of_the_same_chunk_do_not_reach_earlier_queries(
-    make: MakeBackend, poison: float, dtype: str
+    make: MakeBackend, begin: int, end: int, poison: float, dtype: str
 ) -> None:
     chat = Chat(KVLayout(2, 2, 64, 16, dtype), 6, 100, seed=9)
-    expected = run_pass(make(1), [(chat, 0, 100)], None)[0]
+    run_pass(make(1), [(chat, 0, 66)], None)
+    expected = run_pass(make(1), [(chat, begin, end)], None)[0]
     chat.k[70], chat.v[70] = poison, poison
-    out, lse = run_pass(make(1), [(chat, 0, 100)], None)[0]
-    assert torch.equal(out[:70], expected[0][:70]) and torch.equal(lse[:70], expected[1][:70])
-    assert out[70:].isnan().all()
+    out, lse = run_pass(make(1), [(chat, begin, end)], None)[0]
+    seen = 70 - begin
+    assert torch.equal(out[:seen], expected[0][:seen]) and torch.equal(lse[:seen], expected[1][:seen])
+    assert out[seen:].isnan().all()
+
+
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize(("head_dim", "group"), [(64, 3), (40, 8)])
+def test_a_bf16_sequence_has_the_same_bits_in_any_batch_on_any_threads(
+    make: MakeBackend, head_dim: int, group: int, window: int | None
+) -> None:
+    layout = KVLayout(2, 2, head_dim, 16, "bfloat16")
+    cuts = [(0, 150), (140, 141), (129, 134), (60, 61), (0, 33)]
+    chats = [Chat(layout, 2 * group, end, seed=i) for i, (_, end) in enumerate(cuts)]
+    pieces = [(chat, *cut) for chat, cut in zip(chats, cuts, strict=True)]
+    for chat, begin, _ in pieces:
+        if begin:
+            run_pass(make(1), [(chat, 0, begin)], window)
+    alone = [run_pass(make(2), [piece], window)[0] for piece in pieces]
+    for threads in (1, 2, 3, 8):
+        together = run_pass(make(threads), pieces, window)
+        for (out, lse), (expected_out, expected_lse) in zip(together, alone, strict=True):
+            assert torch.equal(out, expected_out) and torch.equal(lse, expected_lse), threads
 
 
 def test_positions_left_of_every_window_are_not_read(make: MakeBackend) -> None:
