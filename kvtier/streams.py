@@ -196,7 +196,9 @@ class Streams:
             del self._streams[sequence.number]
             stream.end()
             insort(self._queue, sequence, key=rank_of)
-            if self._streams:  # what they have will come back, and `end` says when
+            if (
+                self._streams and homes.needed <= self._row_count()
+            ):  # what they have will come back, and `end` says when
                 sequence.stalled_since = None
                 self._retry_at = now + RETRY_MAX_S
             else:
@@ -217,8 +219,7 @@ class Streams:
         if stream is not None and stream.homes.begun and stream.homes.lacking <= 0:
             tiers = " and ".join(TIER_NAMES[tier] for tier in stream.homes.awaited())
             return UNWRITABLE.format(tiers, STALL_S) if tiers else STALLED
-        rows = self._store.capacities()
-        there = rows.get(Tier.DRAM.value, 0) + min(rows.get(Tier.NVME.value, 0), self._store.hand_down.staged_max)
+        there = self._row_count()
         others = (other.homes for other in self._streams.values() if other is not stream)
         held = sum(homes.held(tier) for homes in others for tier in (Tier.DRAM, Tier.NVME))
         return (
@@ -226,6 +227,11 @@ class Streams:
             f"for {STALL_S:.0f} s could not have it: there are {free_text(there * row_bytes)} for one request, other "
             f"requests hold {free_text(held * row_bytes)}; pins, quotas and other engines take more; try again later"
         )
+
+    def _row_count(self) -> int:
+        """Rows on the shelves, as they are now, that one sequence may have."""
+        rows = self._store.capacities()
+        return rows.get(Tier.DRAM.value, 0) + min(rows.get(Tier.NVME.value, 0), self._store.hand_down.staged_max)
 
     def _wait(self, sequence: Sequence, now: float) -> None:
         if sequence.stalled_since is None:

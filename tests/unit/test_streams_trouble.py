@@ -132,6 +132,25 @@ def test_rows_that_nobody_will_give_back_are_waited_for_as_long_as_it_says(
     turns.check_all_given_back()
 
 
+def test_one_that_shelves_have_become_too_small_for_holds_the_others_up_no_longer_than_it_says(tmp_path: Path) -> None:
+    turns = Turns(tmp_path, dram=40)
+    first = turns.add(0, 5, output_max=140)
+    while first.output_count == 0:
+        turns.step()
+    too_long, third = turns.add(1, 50, seed=1), turns.add(2, 17, seed=2)
+    begun_at = turns.now
+    while third.finish_reason is None:
+        turns.step()
+        turns.now += 0.5
+        assert turns.now - begun_at < 2 * STALL_S, "nobody gets past one that can never have its rows"
+    assert turns.engine.given_up == [too_long] and turns.now - begun_at > STALL_S and first.finish_reason is None
+    assert (
+        "needs 192 KiB of DRAM and NVMe" in turns.engine.reasons[0] and "there are 160 KiB" in turns.engine.reasons[0]
+    )
+    turns.engine.cancel(first, turns.now)
+    turns.check_tokens(third)
+
+
 def corrupt_staged_rows(turns: Turns, sequence: Sequence, count: int, corrupted: set[Record]) -> None:
     """Rows on NVMe that a sequence has, and that are not `corrupted` yet, are other bytes from now on."""
     records = [home.lease.record for home in turns.homes(sequence).found.values() if home.tier is Tier.NVME]
