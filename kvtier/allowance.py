@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from kvtier.cost import COMPUTE_GUESS, Prices, Work
 
+FADING = 0.85
+"""What a step that was learned from counts after the next one: machines change their speed within a second."""
 PEACE_STEPS = 8
 """After so many steps from which nothing was learned, two are left in peace: the second tells what one takes alone."""
 RESERVE = 0.1
@@ -28,7 +30,7 @@ class Allowance:
 
     def __init__(self, share: float) -> None:
         self._share = share * (1 - RESERVE)
-        self._alone = Prices(*COMPUTE_GUESS)
+        self._alone = Prices(*COMPUTE_GUESS, fading=FADING)
         self._balance_s = 0.0
         self._steps = PEACE_STEPS
         """Since one was learned from."""

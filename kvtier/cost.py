@@ -95,8 +95,9 @@ class Prices:
     counts for little; a second one in the same direction is news: all prices change alike, and the past is forgotten.
     """
 
-    def __init__(self, *guesses: float) -> None:
+    def __init__(self, *guesses: float, fading: float = FADING) -> None:
         self._prices = list(guesses)
+        self._fading = fading
         self._least = [0.0] * len(guesses)
         self._units = list(guesses)
         self._factors = [1.0] * len(guesses)
@@ -129,9 +130,9 @@ class Prices:
         share = [unit * amount / expected for unit, amount in zip(self._units, amounts, strict=True)]
         target = min(max(seconds / expected, 1 / OUTLIER), OUTLIER)
         for i, row in enumerate(self._products):
-            self._targets[i] = FADING * self._targets[i] + share[i] * target
+            self._targets[i] = self._fading * self._targets[i] + share[i] * target
             for j, other in enumerate(share):
-                row[j] = FADING * row[j] + share[i] * other
+                row[j] = self._fading * row[j] + share[i] * other
         self._solve()
 
     def _begin_anew(self, ratio: float) -> None:

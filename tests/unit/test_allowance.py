@@ -107,6 +107,18 @@ def test_a_machine_that_is_faster_again_is_noticed() -> None:
     assert mean_s <= 0.02 * 1.25 * 1.03
 
 
+def test_a_machine_that_is_faster_from_now_on_is_noticed_within_a_few_dozen_steps() -> None:
+    grown = []
+    for seed in range(20):
+        machine = Machine(Allowance(0.25), random.Random(seed), slowdown=1.2, aftermath=1.1)
+        for _ in range(200):
+            machine.step(0.03)
+        for _ in range(150):
+            machine.step(0.02)
+        grown.append(sum(machine.steps_s[200:]) / 150 / 0.02)
+    assert median(grown) <= 1.4
+
+
 def test_steps_of_many_shapes_are_each_held_to_their_own_time() -> None:
     machine = Machine(Allowance(0.25), random.Random(4))
     alone_s = 0.0
