@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -150,6 +151,9 @@ def _build(run: Run) -> Path:
         "-DCMAKE_CXX_FLAGS_RELWITHDEBINFO=-DNDEBUG",
     ]
     cmake = [sys.executable, "-m", "cmake"]
+    made_of = folder / "CMakeCache.txt"
+    if made_of.exists() and f"CMAKE_HOME_DIRECTORY:INTERNAL={NATIVE}\n" not in made_of.read_text():
+        shutil.rmtree(folder)  # of a checkout that lay elsewhere, which cmake refuses
     subprocess.run([*cmake, "-S", str(NATIVE), "-B", str(folder), *configure], check=True, stdout=subprocess.DEVNULL)
     build = [*cmake, "--build", str(folder), "--parallel", "2"]
     subprocess.run(build, check=True, stdout=subprocess.DEVNULL)
