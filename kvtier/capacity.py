@@ -25,6 +25,8 @@ class Capacity:
     """Rows of a shelf that may open later."""
     tenant_max: Mapping[Tier, int]
     """Rows that a tenant with a name may have; 0: any."""
+    day_max: int
+    """Rows that may be written to NVMe in a day; 0: any."""
 
     @property
     def layout(self) -> KVLayout:
@@ -66,6 +68,6 @@ class Capacity:
     def _rows(self, tier: Tier, tenant: bytes) -> int:
         rows = self.store.capacities().get(tier.value, self.configured.get(tier, 0))
         if tier is Tier.NVME:
-            rows = min(rows, self.store.hand_down.staged_max)
+            rows = min(rows, self.store.hand_down.staged_max, self.day_max or rows)
         quota = self.tenant_max.get(tier, 0)
         return min(rows, quota) if quota and tenant != NO_TENANT else rows

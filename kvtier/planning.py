@@ -34,7 +34,7 @@ class Capacities:
     working_set: int
     """Slots of HBM; 0: nothing is streamed."""
     staged: int
-    """Rows on NVMe that one pass can stage; 0: none is streamed from there."""
+    """Rows on NVMe that one pass can stage, and that a day may write; 0: none is streamed from there."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,12 +128,14 @@ def _capacities(config: EngineConfig, shape: Shape, context: int) -> Capacities:
     layout = shape.layout
     sizes = tier_sizes(config, layout, context, _place(config))
     usable = sizes.slot_count - spare_count(config, sizes.slot_count)
+    form, staged = row_format(layout, bytes(32)), sizes.staging_bytes // layout.slice_bytes // 2
+    day_max = config.tiers.nvme.write_bytes_day // form.slot_bytes
     return Capacities(
         hbm=usable,
-        dram=dram_slot_count(row_format(layout, bytes(32)), sizes.dram_bytes) if sizes.dram_bytes else 0,
+        dram=dram_slot_count(form, sizes.dram_bytes) if sizes.dram_bytes else 0,
         nvme=nvme_slots_planned(config, layout),
         working_set=working_set_count(config, usable),
-        staged=sizes.staging_bytes // layout.slice_bytes // 2,
+        staged=min(staged, day_max or staged),
     )
 
 

@@ -13,7 +13,7 @@ from late import LateDevice
 from tiny import make_checkpoint
 from typer.testing import CliRunner
 
-from kvtier import Engine, EngineConfig
+from kvtier import Engine, EngineConfig, InvalidRequest, SamplingParams
 from kvtier.block import KVLayout, Tier
 from kvtier.cli.main import app
 from kvtier.cli.plan import shown_time
@@ -214,6 +214,37 @@ def test_a_plan_tells_what_an_engine_of_that_configuration_holds(
             assert capacity.tokens(NO_TENANT) == longest_tokens
             assert status == (0 if longest_tokens >= 512 else 1)
         end_keepers(cache, LEAVE_S)
+
+
+def test_what_a_day_may_not_write_is_neither_planned_nor_taken(tmp_path: Path) -> None:
+    folder, layout = make_checkpoint(tmp_path / "model"), KVLayout(3, 2, 16, 16, "float32")
+    slot_bytes = layout.row_bytes + 4096
+    values: dict[str, object] = {
+        "model": folder,
+        "dtype": "float32",
+        "block_tokens": 16,
+        "sharing": False,
+        "tiers.hbm.bytes": 12 * layout.row_bytes,
+        "tiers.dram.bytes": 4 * slot_bytes + 40 * layout.slice_bytes,
+        "tiers.dram.staging_bytes": 40 * layout.slice_bytes,
+        "tiers.nvme.bytes": 70 * slot_bytes,
+        "tiers.nvme.path": tmp_path / "cache",
+        "tiers.nvme.write_bytes_day": 4 * slot_bytes + 1,
+        "io.readers": 1,
+        "io.writers": 1,
+        "scheduler.streamed_max": 1,
+        "scheduler.streamed_hbm": 1.0,
+    }
+    given = [item for key, value in values.items() if key != "model" for item in ("--set", f"{key}={value}")]
+    said = json.loads(run(folder, *given, *SPEED_OPTIONS, "--json")[1])
+    rows = said["working_set_blocks"] + said["capacity_blocks"]["dram"] + 4
+    assert max(said["longest_tokens"].values()) == rows * 16 < 512
+    with Engine(EngineConfig.load(None, values)) as engine:
+        assert engine._intake._capacity.tokens(NO_TENANT) == rows * 16
+        with pytest.raises(InvalidRequest, match=r"of NVMe 48\.0 KiB"):
+            engine.generate([[3] * (rows * 16 + 1)], SamplingParams(max_tokens=1))
+        [done] = engine.generate([[3 + i % 200 for i in range(rows * 16)]], SamplingParams(max_tokens=1))
+        assert len(done.token_ids) == 1 and engine.stats()["streamed_nvme_bytes"] > 0
 
 
 def test_what_a_gpu_elsewhere_takes_is_planned_from_what_is_given(tmp_path: Path) -> None:
