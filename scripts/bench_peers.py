@@ -113,9 +113,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--block-tokens", type=int, choices=[8, 16, 32, 64, 128], default=32, help="default: %(default)s")
     add("--tokens", type=int, default=64, metavar="N", help="of each answer (default: %(default)s)")
     add("--rounds", type=int, default=3, metavar="N", help="turns of each system (default: %(default)s)")
-    add("--quick", action="store_true", help="1,024 tokens of context only")
     add("--batches", type=int, nargs="+", choices=BATCHES, default=BATCHES, metavar="N", help="default: 1 8")
     add("--contexts", type=int, nargs="+", choices=CONTEXTS, default=CONTEXTS, metavar="N", help="default: 1024 8192")
+    add("--quick", dest="contexts", action="store_const", const=(1024,), help="the same as --contexts 1024")
     add("--no-llama-cpp", action="store_true")
     add("--no-transformers", action="store_true")
     add("--json", type=Path, metavar="FILE")
@@ -127,8 +127,7 @@ def measure(
     options: argparse.Namespace, cache: Path, folder: Path, progress: Progress
 ) -> tuple[list[Line], dict[Case, Limit]]:
     """Every case; the systems take turns, round after round."""
-    contexts = [context for context in options.contexts if context <= 1024 or not options.quick]
-    sizes = [(batch, context) for context in contexts for batch in options.batches]
+    sizes = [(batch, context) for context in options.contexts for batch in options.batches]
     cases = [Case(batch, context, shared) for batch, context in sizes for shared in ([False, True][: 1 + (batch > 1)])]
     task = progress.add_task("model", total=None)
     checkpoint = random_llama.make_checkpoint(cache / "models" / "random-llama")

@@ -124,6 +124,13 @@ def test_a_report_of_half_a_run_is_no_error(tmp_path: Path) -> None:
         plot(half, tmp_path / "half.png")
 
 
+def test_quick_means_short_contexts_of_peers_whatever_else_is_asked_for() -> None:
+    import bench_peers
+
+    assert bench_peers.parse(["--contexts", "8192", "--quick"]).contexts == (1024,)
+    assert bench_peers.parse([]).contexts == (1024, 8192)
+
+
 def test_the_command_line_fills_in_what_quick_means() -> None:
     import bench_serving
 
