@@ -196,9 +196,8 @@ class Streams:
             del self._streams[sequence.number]
             stream.end()
             insort(self._queue, sequence, key=rank_of)
-            if (
-                self._streams and homes.needed <= self._row_count()
-            ):  # what they have will come back, and `end` says when
+            if self._streams and homes.needed <= self._row_count():
+                # What they have will come back, and `end` says when.
                 sequence.stalled_since = None
                 self._retry_at = now + RETRY_MAX_S
             else:
