@@ -180,13 +180,15 @@ class EngineLoop:
             self._sleep(now)
 
     def _take_in(self) -> None:
+        # looked at before the inbox is: whatever these end has been added by then
+        closing, cancels = self._closing, [self._cancels.popleft() for _ in range(len(self._cancels))]
         while self._inbox:
             self._scheduler.add(self._inbox.popleft())
-        while self._cancels:
-            sequence = self._live.get(self._cancels.popleft())
+        for number in cancels:
+            sequence = self._live.get(number)
             if sequence is not None:
                 self._end(sequence, FinishReason.CANCELLED, "")
-        if self._closing:
+        if closing:
             for sequence in list(self._live.values()):
                 self._end(sequence, FinishReason.CANCELLED, "")
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -128,6 +130,45 @@ def test_what_arrives_before_the_close_ends_and_what_arrives_after_is_refused(tm
     setup.close()
     finals = [event for events in setup.events.values() for event in events if event.finish_reason is not None]
     assert refused == 3 and len(finals) == number
+
+
+class LateInbox(deque[Sequence]):
+    """Calls `late` on the engine thread when that has just seen that nothing is in it, once."""
+
+    def __init__(self, late: Callable[[], None]) -> None:
+        super().__init__()
+        self._late: Callable[[], None] | None = late
+
+    def __len__(self) -> int:
+        count = super().__len__()
+        if count == 0 and self._late is not None:
+            late, self._late = self._late, None
+            late()
+        return count
+
+
+@pytest.mark.parametrize("closing", [False, True])
+def test_a_request_that_comes_and_goes_while_others_are_taken_in_does_no_harm(closing: bool, tmp_path: Path) -> None:
+    setup = Setup(tmp_path)
+    closer = threading.Thread(target=setup.loop.close, args=(60.0,))
+
+    def come_and_go() -> None:
+        setup.loop.add(setup.sequence(1), 10)
+        if closing:
+            closer.start()
+            while setup.loop.healthy:
+                time.sleep(0.0005)
+        else:
+            setup.loop.cancel(1)
+
+    setup.loop._inbox = LateInbox(come_and_go)
+    setup.loop.start()
+    setup.wait(1)
+    assert setup.events[1][-1].finish_reason is FinishReason.CANCELLED
+    if closing:
+        closer.join()
+    setup.close()
+    assert not setup.loop.failed
 
 
 def test_a_full_house_refuses(tmp_path: Path) -> None:
