@@ -37,7 +37,15 @@ from kvtier.namespace import namespace_digest
 from kvtier.process_limits import what_is_short
 from kvtier.shelf import Shelf
 from kvtier.shelves import dram_slot_count, open_dram_shelf, open_nvme_shelf, row_format
-from kvtier.sizing import TierSizes, nvme_slots_planned, resolve, spare_count, tier_sizes, working_set_count
+from kvtier.sizing import (
+    TierSizes,
+    context_max,
+    nvme_slots_planned,
+    resolve,
+    spare_count,
+    tier_sizes,
+    working_set_count,
+)
 from kvtier.store import Store
 from kvtier.streams import StreamLimits
 from kvtier.terms import Terms
@@ -95,7 +103,7 @@ def assemble(
         device.place,
     )
     layout = decoder.layout
-    context = _context(config, decoder)
+    context = context_max(config, decoder.config.context)
     namespace = namespace_digest(decoder.weights_digest, decoder.config.architecture(), layout)
     sizes = tier_sizes(config, layout, context, device)
     with contextlib.ExitStack() as undo:
@@ -126,13 +134,6 @@ def _store(
     )
     policy, spare = NvmePolicy(config.tiers.nvme.policy), spare_count(config, arena.slot_count)
     return Store(layout, arena, POLICIES[config.eviction], metrics, policy, costs, spare, staging)
-
-
-def _context(config: EngineConfig, decoder: Decoder) -> int:
-    longest = decoder.config.context
-    if config.context is not None and config.context > longest:
-        raise ConfigError(f"context: the model was made for {longest} tokens, got {config.context}; lower or remove it")
-    return config.context or longest
 
 
 def _capacity(config: EngineConfig, store: Store, streams: StreamLimits, sizes: TierSizes) -> Capacity:

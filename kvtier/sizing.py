@@ -114,6 +114,15 @@ def near_row_count(config: EngineConfig, layout: KVLayout, slot_count: int, cont
     return min(-(-2 * needed // layout.layers), int(usable * NEAR_SHARE_MAX))
 
 
+def context_max(config: EngineConfig, made_for: int) -> int:
+    """Tokens of the longest context of a model that was made for so many. Raises ConfigError if asked for more."""
+    if config.context is not None and config.context > made_for:
+        raise ConfigError(
+            f"context: the model was made for {made_for} tokens, got {config.context}; lower or remove it"
+        )
+    return config.context or made_for
+
+
 def shelf_count(config: EngineConfig) -> int:
     """Shelves that an engine has."""
     return bool(config.tiers.dram.bytes) + bool(config.tiers.nvme.bytes)

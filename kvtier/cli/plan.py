@@ -38,17 +38,23 @@ class SpeedOptions:
 
     memory_speed: Annotated[
         str | None,
-        option("Speeds", "--memory-speed", metavar="SIZE", text="Of HBM, a second: 3350GB.", default="measured"),
+        option("Speeds", "--memory-speed", metavar="SIZE", text="HBM, bytes a second: 3350GB.", default="measured"),
     ] = None
     dram_speed: Annotated[
         str | None,
-        option("Speeds", "--dram-speed", metavar="SIZE", text="At which a pass reads DRAM.", default="that of memory"),
+        option(
+            "Speeds", "--dram-speed", metavar="SIZE", text="DRAM, as a pass reads it: 50GB.", default="that of memory"
+        ),
     ] = None
     nvme_speed: Annotated[
-        str | None, option("Speeds", "--nvme-speed", metavar="SIZE", text="Of direct reads.", default="measured")
+        str | None,
+        option("Speeds", "--nvme-speed", metavar="SIZE", text="NVMe, direct reads: 6GB.", default="measured"),
     ] = None
     flops: Annotated[
-        float | None, option("Speeds", "--flops", metavar="N", text="Of products: 989e12.", default="measured")
+        float | None,
+        option(
+            "Speeds", "--flops", metavar="N", text="Matrix products, operations a second: 600e12.", default="measured"
+        ),
     ] = None
 
 
@@ -56,7 +62,8 @@ class SpeedOptions:
 def plan(
     model: options.ModelDirectory,
     context: Annotated[
-        int | None, typer.Option("--context", metavar="TOKENS", help="Prompt + answer; none: all the model can.")
+        int | None,
+        typer.Option("--context", metavar="TOKENS", help="Prompt + answer, such as 8192; none: the longest."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
     *,
@@ -78,23 +85,25 @@ def plan(
     with reported():
         config = engine_options.engine_config(model)
         from kvtier.models.config import ModelConfig  # torch takes a second or two
-        from kvtier.planning import Served, longest, shape_of
+        from kvtier.planning import Served, longest, shape_of, way_out
         from kvtier.planning import plan as planned
+        from kvtier.sizing import context_max
 
         checkpoint = ModelConfig.from_folder(config.model)
         name = config.dtype if config.dtype != "auto" else checkpoint.checkpoint_dtype or "float32"
         shape = shape_of(checkpoint, config.block_tokens, name)
-        tokens = context if context is not None else config.context or checkpoint.context
-        if not 1 <= tokens <= checkpoint.context:
-            raise InvalidRequest(f"--context: the model takes 1 to {checkpoint.context} tokens, got {tokens}")
-        capacities = _capacities(config, shape, config.context or checkpoint.context)
+        limit = context_max(config, checkpoint.context)
+        tokens = limit if context is None else context
+        if not 1 <= tokens <= limit:
+            raise InvalidRequest(f"--context: model and `context` take 1 to {limit} tokens, got {tokens}")
+        capacities = _capacities(config, shape, limit)
         speeds = _speeds(config, shape, speed_options, bool(capacities.nvme))
         result = planned(shape, capacities, speeds, tokens)
-        lengths = longest(shape, capacities)
+        lengths, remedy = longest(shape, capacities), way_out(config, capacities, result)
     if as_json:
         typer.echo(json.dumps(_as_json(shape, capacities, speeds, result, lengths)))
     else:
-        _show(Console(highlight=False), shape, capacities, speeds, result, lengths)
+        _show(Console(highlight=False), shape, capacities, speeds, result, lengths, remedy)
     if result.served is Served.NOWHERE:
         raise typer.Exit(1)
 
@@ -175,8 +184,8 @@ def _speed(name: str, text: str | None) -> float | None:
         return None
     try:
         value = parse_whole_bytes(text)
-    except ValueError as error:
-        raise ConfigError(f"{name}: {error}, read within a second; got {text!r}") from None
+    except ValueError:
+        raise ConfigError(f"{name}: bytes read within a second, as in 3GB or 512MiB; got {text!r}") from None
     if value == 0:
         raise ConfigError(f"{name}: more than 0 bytes a second, such as 3GB; got {text!r}")
     return float(value)
@@ -228,6 +237,7 @@ def _show(
     speeds: Speeds,
     result: Plan,
     lengths: dict[Served, int],
+    remedy: str,
 ) -> None:
     layout = shape.layout
     total_bytes = layout.block_count(result.tokens) * layout.row_bytes
@@ -239,9 +249,8 @@ def _show(
     console.print(_homes_table(layout.row_bytes, capacities, speeds, result))
     if result.lacking:
         console.print(
-            f"[bold red]refused:[/] {needed_text(result.lacking * layout.row_bytes)} find no place; raise a tier's "
-            + ("bytes" if capacities.working_set else "bytes (HBM is too small for a streamed sequence)")
-            + ", or ask for a shorter context"
+            f"[bold red]refused:[/] {needed_text(result.lacking * layout.row_bytes)} find no place; {remedy}, or ask "
+            "for a shorter context"
         )
     else:
         console.print(f"served: [bold]{result.served.value}[/]")
@@ -255,7 +264,7 @@ def _show(
     kept = ", ".join(f"{result.together[tier]:,} on {TIER_NAMES[tier.value]}" for tier in (Tier.DRAM, Tier.NVME))
     console.print(f"such contexts at once: {running:,} resident in HBM; kept for later: {kept}")
     ways = ", ".join(f"{served.value} {count:,}" for served, count in lengths.items() if count)
-    console.print(f"longest context by tokens: {ways or 'none'}")
+    console.print(f"tokens of one context that there is room for: {ways or 'none'}")
 
 
 def _homes_table(row_bytes: int, capacities: Capacities, speeds: Speeds, result: Plan) -> Table:

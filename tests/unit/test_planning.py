@@ -139,15 +139,38 @@ def test_the_command_says_what_a_refused_context_lacks(tmp_path: Path) -> None:
     row = KVLayout(3, 2, 16, 16, "float32").row_bytes
     sizes = ["--hbm", 16 * row, "--dram", 0, "--set", "block_tokens=16", "--dtype", "float32", *SPEED_OPTIONS]
     status, text, _ = run(folder, *sizes)
-    assert status == 1 and "refused" in text and "raise a tier's bytes" in text
+    assert status == 1 and "refused" in text and "raise --hbm, or give --dram" in text
+
+
+@pytest.mark.parametrize(
+    ("changed", "way_out"),
+    [
+        (["--set", "scheduler.streamed_max=0"], "scheduler.streamed_max above 0"),
+        (["--set", "scheduler.streamed_hbm=0.01"], "raise --hbm: it is too small"),
+        (["--nvme", "16MiB"], "on NVMe: tiers.dram.staging_bytes, at most half of DRAM"),
+        (["--nvme", 0], "raise --dram or --nvme, or ask"),
+        (["--nvme", "16MiB", "--dram", "16MiB"], "served: streamed from DRAM"),
+        (["--nvme", "16MiB", "--set", "tiers.dram.staging_bytes=16MiB", "--dram", 700_000], "streamed from NVMe"),
+    ],
+)
+def test_a_refusal_names_what_would_let_the_context_in(tmp_path: Path, changed: list[object], way_out: str) -> None:
+    folder = make_checkpoint(tmp_path / "model")
+    row = KVLayout(3, 2, 16, 16, "float32").row_bytes
+    sizes = ["--hbm", 20 * row, "--dram", 4 * (row + 4096), "--set", "block_tokens=16", "--dtype", "float32"]
+    sizes += ["--cache-dir", tmp_path, "--set", "io.readers=1", "--set", "io.writers=1", *SPEED_OPTIONS]
+    status, text, _ = run(folder, *sizes, *changed)
+    assert status == ("refused" in text) and way_out in " ".join(text.split())
 
 
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
         (["--context", 513], "1 to 512 tokens, got 513"),
+        (["--set", "context=100", "--context", 101], "model and `context` take 1 to 100 tokens, got 101"),
+        (["--set", "context=513"], "context: the model was made for 512 tokens, got 513"),
         (["--memory-speed", "0"], "--memory-speed: more than 0 bytes a second"),
-        (["--memory-speed", "fast"], "--memory-speed: is a size such as"),
+        (["--memory-speed", "fast"], "--memory-speed: bytes read within a second"),
+        (["--memory-speed", "0.5"], "--memory-speed: bytes read within a second"),
         (["--flops", "-1"], "--flops: operations a second"),
         (["--hbm", "1KiB"], "tiers.hbm.bytes: 1.0 KiB hold 0 blocks"),
     ],
