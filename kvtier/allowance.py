@@ -15,8 +15,8 @@ FADING = 0.85
 """What a step that was learned from counts after the next one: machines change their speed within a second."""
 PEACE_STEPS = 8
 """After so many steps from which nothing was learned, two are left in peace: the second tells what one takes alone."""
-RESERVE = 0.1
-"""Of the share, what is not given away: the estimate is off by a few percent, and as often below as above."""
+RESERVE = 0.2
+"""Of the share, what is not given away: steps left in peace between others still take some 5 % longer than alone."""
 SAVED_STEPS = 2
 """What a step leaves of the allowance is kept for so many: one in peace costs streaming nothing in the mean."""
 OWED_MAX = 16.0

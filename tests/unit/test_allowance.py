@@ -67,9 +67,9 @@ def test_steps_grow_by_no_more_than_the_share_and_it_is_used(share: float, slowd
         machine.step(0.02)
     mean_s = sum(machine.steps_s[100:]) / 600
     assert mean_s <= 0.02 * (1 + share) * 1.03
-    assert mean_s >= 0.02 * (1 + 0.7 * share)
+    assert mean_s >= 0.02 * (1 + 0.8 * (1 - RESERVE) * share)
     cost_s = machine.layer_s + machine.burst_s * (slowdown - 1) / machine.layers_a_burst
-    assert machine.layers * cost_s >= 0.7 * share * 700 * 0.02
+    assert machine.layers * cost_s >= 0.8 * (1 - RESERVE) * share * 700 * 0.02
 
 
 @pytest.mark.parametrize("share", [0.1, 0.25, 1.0])

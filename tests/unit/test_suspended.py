@@ -15,6 +15,7 @@ from fakes import flip_byte, make_sequence
 from rows import ShelfUser, block_hashes, nvme_user
 from tiny import make_checkpoint
 
+from kvtier.allowance import RESERVE
 from kvtier.attention import make_backend
 from kvtier.block import Tier
 from kvtier.cost import Work
@@ -238,8 +239,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def turns_of(scene: Scene, clock: Clock, desk: Desk, share: float = 0.25) -> tuple[StreamedTurns, list[int]]:
-    """Turns whose every layer takes a second of the clock; also the layers as they run."""
+def turns_of(
+    scene: Scene, clock: Clock, desk: Desk, share: float = 0.25 / (1 - RESERVE)
+) -> tuple[StreamedTurns, list[int]]:
+    """Turns whose every layer takes a second of the clock, and that may have a quarter; also the layers as they run."""
     layers: list[int] = []
     run_layers = scene.runner.run_layers
 
