@@ -46,7 +46,7 @@ def threads_left(count: int) -> Iterator[None]:
 
 
 def descriptors() -> dict[int, str]:
-    """What is open, and what it leads to."""
+    """What is open, and what it leads to. Others may end meanwhile what they had begun: compare with `<=`."""
     found: dict[int, str] = {}
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -57,5 +57,5 @@ def descriptors() -> dict[int, str]:
 
 
 def threads() -> Counter[str]:
-    """Names of the package's own threads."""
+    """Names of the package's own threads. Compare as `descriptors` are."""
     return Counter(thread.name for thread in threading.enumerate() if thread.name.startswith("kvtier-"))

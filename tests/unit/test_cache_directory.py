@@ -101,7 +101,7 @@ def test_descriptors_do_not_pass_to_programs_and_do_not_leak(tmp_path: Path) -> 
     with pytest.raises(ShelfError):
         CacheDirectory(tmp_path / "cache", 0.0)
     cache.close()
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
 
 
 def test_directories_that_are_gone_leave_nothing_behind_for_forks(tmp_path: Path) -> None:

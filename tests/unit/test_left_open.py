@@ -196,8 +196,8 @@ def test_a_call_that_fails_leaves_nothing_open(
                 opening(tmp_path / "cache")
         if descriptors() != before:
             gc.collect()
-        assert descriptors() == before, f"call {nth}"
-        wait_for(lambda: threads() == ours)
+        assert descriptors().items() <= before.items(), f"call {nth}"
+        wait_for(lambda: threads() <= ours)
         if failing.count < nth:
             assert nth > 5
             return
@@ -218,4 +218,4 @@ def test_a_slab_that_is_replaced_while_it_is_opened_is_not_taken(
                 closing(CacheDirectory(tmp_path / "cache", None)) as cache,
             ):
                 open_nvme_slab(cache.folder(NAME), SLOT_BYTES, 8, KernelCalls())
-    assert descriptors() == before
+    assert descriptors().items() <= before.items()

@@ -87,7 +87,7 @@ def test_senders_that_were_started_end_if_another_cannot_be() -> None:
     before = threads()
     with threads_left(2), pytest.raises(RuntimeError, match=NO_THREAD):
         Outbox(4)
-    wait_for(lambda: threads() == before)
+    wait_for(lambda: threads() <= before)
 
 
 def test_kernels_for_which_there_are_no_threads_are_refused_and_nobody_waits() -> None:
@@ -156,7 +156,7 @@ def test_a_line_that_cannot_be_made_leaves_no_descriptor(tmp_path: Path, scarce:
     with scarce, pytest.raises((OSError, RuntimeError)) as raised:
         _shared(tmp_path / "cache")
     assert what_is_short(raised.value)
-    assert descriptors() == before
+    assert descriptors().items() <= before.items()
 
 
 def test_starting_a_keeper_without_descriptors_leaves_none_behind(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_starting_a_keeper_without_descriptors_leaves_none_behind(tmp_path: Path
             met += link is not None
             if link is not None:
                 hang_up(cache, link)
-        assert descriptors() == before, count
+        assert descriptors().items() <= before.items(), count
     end_keepers(tmp_path / "cache")
     cache.close()
 
@@ -198,7 +198,7 @@ def test_books_that_lack_a_thread_leave_no_descriptor(tmp_path: Path) -> None:
     before, form = descriptors(), row_format(LAYOUT, NAMESPACE)
     with threads_left(0), pytest.raises(RuntimeError, match=NO_THREAD):
         open_nvme(cache, layout_name(LAYOUT), form, LeastRecentlyUsed, STANDARD, NVME_BYTES, None, 0.0)
-    assert descriptors() == before
+    assert descriptors().items() <= before.items()
     cache.close()
 
 
@@ -248,6 +248,6 @@ def test_a_greeting_whose_descriptors_do_not_all_come_is_no_greeting() -> None:
     before = descriptors()
     with descriptors_left(1), pytest.raises(WireError, match="room"):
         connection.receive()
-    assert descriptors() == before
+    assert descriptors().items() <= before.items()
     connection.close()
     ours.close()
