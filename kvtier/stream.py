@@ -219,8 +219,11 @@ class Stream:
 
         One slot is left to compute in, should nobody else give one.
         """
+        free = self.window(end - index)
+        if free == 0:  # older blocks are on their way to their homes; nothing can be computed before, either
+            return False
         self._look_from = index + 1
-        room = min(self.window(end - index), self._store.available_count - 1)
+        room = min(free, self._store.available_count - 1)
         hashes = self.sequence.hashes[index : index + max(room, 0)]
         fetch = self._store.fetch(hashes, room + 1, now, first=index) if hashes else None
         if fetch is None or not fetch.slots:

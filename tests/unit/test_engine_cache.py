@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from engines import BLOCK, opened, wait_for
+from engines import BLOCK, knows_shelves, opened, wait_for
 from tiny import make_checkpoint
 
 from kvtier import Engine, InvalidRequest, SamplingParams
@@ -182,3 +182,27 @@ def test_a_contradiction_is_refused_before_anything_runs(checkpoint: Path, tmp_p
         pytest.raises(InvalidRequest, match="cache_pin: is for blocks that are kept"),
     ):
         engine.stream(prompt(1), ONE, cache_pin=True, cache_write=False)
+
+
+@pytest.mark.parametrize("sharing", [False, True])
+def test_what_a_context_larger_than_dram_has_left_on_nvme_is_all_found(sharing: bool, tmp_path: Path) -> None:
+    row_bytes, blocks = 6 * 4096, 64
+    model = make_checkpoint(tmp_path / "tiny", "llama", max_position_embeddings=blocks * BLOCK, num_hidden_layers=6)
+    tokens = [place * place % 290 + 3 for place in range((blocks - 2) * BLOCK)]
+    with opened(
+        model,
+        tiers__hbm__bytes=24 * row_bytes,
+        tiers__dram__bytes=20 * (row_bytes + 4096) + 2 * blocks * 4096,
+        tiers__dram__staging_bytes=2 * blocks * 4096,
+        tiers__nvme__bytes=4 * blocks * (row_bytes + 4096),
+        tiers__nvme__path=tmp_path / "cache",
+        tiers__linger_s=0,
+        sharing=sharing,
+    ) as engine:
+        wait_for(lambda: knows_shelves(engine, "dram", "nvme"))
+        [answer] = engine.generate([tokens], ONE)
+        assert answer.origin["computed"] == len(tokens)
+        wait_for(lambda: engine.stats()["waiting_writes"] == engine.stats()["writing_blocks"] == 0)
+        [again] = engine.generate([tokens], ONE)
+        assert again.token_ids == answer.token_ids
+        assert again.origin["computed"] <= 6 * BLOCK, "of what had a home, something was computed again"
