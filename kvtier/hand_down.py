@@ -86,13 +86,24 @@ class HandDown:
         self._leases.ask(Tier.DRAM, moves, records)
 
     def hand_down(
-        self, homes: Homes, index: int, block_hash: BlockHash, slot: int, retention: Retention, now: float
+        self,
+        homes: Homes,
+        index: int,
+        block_hash: BlockHash,
+        slot: int,
+        retention: Retention,
+        now: float,
+        private_hash: BlockHash | None = None,
     ) -> None:
-        """Find a home for a full block in HBM, or make it one; its slot is held until then."""
+        """Find a home for a full block in HBM, or make it one; its slot is held until then.
+
+        In private homes nobody else finds its row, unless there is a `private_hash`: then only if others have the block
+        already is that the row's name.
+        """
         assert index < homes.needed and not homes.closed
         if index not in homes.found and index not in homes.moves:
             self._resident.hold([slot])
-            homes.moves[index] = Move(homes, index, block_hash, slot, retention, now)
+            homes.moves[index] = Move(homes, index, block_hash, slot, retention, now, private_hash=private_hash)
 
     def disown(self, homes: Homes, index: int) -> None:
         """The row of this block cannot be read: it is lost to all."""
@@ -130,10 +141,12 @@ class HandDown:
         if move is None:
             return False
         if done.lease is None:
+            if done.outcome is ShelfOutcome.DUPLICATE and move.private_hash is not None:
+                move.hide()
             self._try_again(move, now if done.outcome is ShelfOutcome.DUPLICATE else now + RETRY_S)
             return True
         self._settle(move, tier, done.lease)
-        if not move.homes.private:
+        if not move.private:
             self._shelved(move.block_hash, move.index)
         return True
 
@@ -202,7 +215,9 @@ class HandDown:
                     found[there[0]].append((move, there[1]))
                     continue
                 tier = next((t for t, grants in homes.rows.items() if len(grants) > len(writes[t])), None)
-                if tier is not None and self._shelf(tier) is not None:
+                if tier is not None and (shelf := self._shelf(tier)) is not None:
+                    if move.private_hash is not None and shelf.holds(move.block_hash):
+                        move.hide()
                     writes[tier].append(move)
             for tier, pairs in found.items():
                 if pairs:
@@ -231,7 +246,7 @@ class HandDown:
         """A block has a row under lease; without a sequence, or on a lost shelf, that goes back at once."""
         shelf, homes = self._shelves[tier], move.homes
         address = shelf.address(lease) if tier is Tier.DRAM else 0
-        home = Home(tier, lease, address, homes.private and move.slot is not None)
+        home = Home(tier, lease, address, move.private)
         if shelf.is_lost and not homes.closed:
             shelf.holdings.end_leases([lease])
             self._try_again(move, 0.0)

@@ -64,6 +64,18 @@ class Move:
     """Until that has been judged."""
     lease_lost: bool = False
     retry_at: float = 0.0
+    private_hash: BlockHash | None = None
+    """What its row is called if a block of its name is there already, which its sequence does not use."""
+
+    @property
+    def private(self) -> bool:
+        """Nobody else is to find its row."""
+        return self.homes.private and self.slot is not None and self.private_hash is None
+
+    def hide(self) -> None:
+        """A block of its name is there already."""
+        assert self.private_hash is not None
+        self.block_hash, self.private_hash = self.private_hash, None
 
 
 @dataclass(eq=False, slots=True)
@@ -74,7 +86,7 @@ class Homes:
     """So many leading blocks must find a home; the others stay in HBM."""
     tenant: bytes
     private: bool
-    """Its rows are found by nobody else, and are dropped at its end."""
+    """Its blocks go down into rows of its own, whatever others have."""
     found: dict[int, Home] = field(default_factory=dict)
     """By the block's place in the sequence."""
     moves: dict[int, Move] = field(default_factory=dict)

@@ -134,7 +134,7 @@ class Stream:
         begin = self.sequence.sealed_count
         if self.sequence.computed_count > self._furthest:
             self._furthest, self._losing_since = self.sequence.computed_count, None
-        self._sealer.seal(self.sequence, now, 0 if self.homes.private else self.homes.needed)
+        self._sealer.seal(self.sequence, now, self.homes.needed)
         self._hand_down(begin, self.sequence.sealed_count, now)
 
     def staged(self) -> list[Record]:
@@ -195,7 +195,7 @@ class Stream:
                 home = homes.found[index]
                 table.append_row(home.address)
                 self._reuse(index, [home.tier])
-                sequence.reused_blocks -= home.private  # its own, from before a preemption
+                sequence.reused_blocks -= home.private or not sequence.cache_read  # its own, before a preemption
             elif (move := homes.moves.get(index)) is not None:
                 if move.slot is None:
                     sequence.state = SequenceState.FETCHING
@@ -258,10 +258,12 @@ class Stream:
         """Full blocks in HBM that must have homes set out for them."""
         sequence, slots = self.sequence, self.sequence.table.slots
         self._chain.extend(self._hashes, sequence.tokens)
+        found_later = self.homes.private and sequence.cache_write
         for index in range(begin, min(end, self.homes.needed)):
             slot, retention = slots[index], self._sealer.retention(sequence, index)
+            names = (sequence.hashes[index], self._hashes[index]) if found_later else (self._hashes[index], None)
             if slot is not None:
-                self._store.hand_down.hand_down(self.homes, index, self._hashes[index], slot, retention, now)
+                self._store.hand_down.hand_down(self.homes, index, names[0], slot, retention, now, names[1])
 
     def _cut(self, count: int) -> None:
         """Forget what was computed or taken in from block `count` on; its homes stay."""

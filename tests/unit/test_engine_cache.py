@@ -185,7 +185,10 @@ def test_a_contradiction_is_refused_before_anything_runs(checkpoint: Path, tmp_p
 
 
 @pytest.mark.parametrize("sharing", [False, True])
-def test_what_a_context_larger_than_dram_has_left_on_nvme_is_all_found(sharing: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("cache_read", [False, True])
+def test_what_a_context_larger_than_dram_has_left_on_nvme_is_all_found(
+    cache_read: bool, sharing: bool, tmp_path: Path
+) -> None:
     row_bytes, blocks = 6 * 4096, 64
     model = make_checkpoint(tmp_path / "tiny", "llama", max_position_embeddings=blocks * BLOCK, num_hidden_layers=6)
     tokens = [place * place % 290 + 3 for place in range((blocks - 2) * BLOCK)]
@@ -200,7 +203,7 @@ def test_what_a_context_larger_than_dram_has_left_on_nvme_is_all_found(sharing: 
         sharing=sharing,
     ) as engine:
         wait_for(lambda: knows_shelves(engine, "dram", "nvme"))
-        [answer] = engine.generate([tokens], ONE)
+        [answer] = engine.generate([tokens], ONE, cache_read=cache_read)
         assert answer.origin["computed"] == len(tokens)
         wait_for(lambda: engine.stats()["waiting_writes"] == engine.stats()["writing_blocks"] == 0)
         [again] = engine.generate([tokens], ONE)

@@ -248,18 +248,33 @@ def test_a_row_that_cannot_be_written_is_replaced_by_another(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("wish", ["cache_read", "cache_write"])
-def test_one_that_reads_or_writes_no_cache_has_rows_that_nobody_finds(wish: str, turns: Turns) -> None:
-    sequence = turns.add(0, 20, output_max=30, **{wish: False})
-    while sequence.output_count < 8:
+def test_one_that_reads_or_writes_no_cache_uses_no_rows_of_others(wish: str, tmp_path: Path) -> None:
+    turns = Turns(tmp_path, dram=60)
+    if wish == "cache_read":
+        turns.until(turns.add(0, 20))
+    sequence = turns.add(1, 20, output_max=2, **{wish: False})
+    while sequence.output_count < 1:
         turns.step()
-    rows = {record.block_hash for record in directory_of(turns.dram).records()}
     private = {home.lease.record.block_hash for home in turns.homes(sequence).found.values()}
     sequence.chain.extend(sequence.hashes, sequence.tokens)
-    assert private and private <= rows and not private & set(sequence.hashes)
-    assert bool(rows & set(sequence.hashes)) == sequence.cache_write
+    assert len(private) > 10 and not private & set(sequence.hashes)
     turns.until(sequence)
+    assert sequence.reused_blocks == 0
     turns.check_tokens(sequence)
-    assert not private & {record.block_hash for record in directory_of(turns.dram).records()}, "they were left behind"
+    assert not private & {row.block_hash for row in directory_of(turns.dram).records()}, "they were left behind"
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_one_that_reads_no_cache_has_computed_is_found_by_the_next(count: int, tmp_path: Path) -> None:
+    turns = Turns(tmp_path, dram=8, nvme=60)
+    before = [turns.add(number, 20, output_max=1, cache_read=False) for number in range(count)]
+    for sequence in before:
+        turns.until(sequence)
+    for _ in range(50):  # its last blocks are on their way down
+        turns.step()
+    turns.until(again := turns.add(count, 20, output_max=1))
+    assert again.reused_blocks == 20 and again.origin.computed == 3
+    turns.check_tokens(again)
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 5, 9, 30, 60])
