@@ -152,9 +152,8 @@ class Demoter:
         if done.outcome is ShelfOutcome.STALE:  # the source changed meanwhile; what is still there can be copied anew
             self.wish(tier, write.block_hash, write.depth)
         if done.outcome is ShelfOutcome.DONE:
-            slot = self._resident.find(write.block_hash)
-            if slot is not None:  # the row is as old as the block, or writing late would make it outlive its parents
-                self._shelves[tier].stamp([write.block_hash], self._resident.last_use(slot))
+            if write.block_hash not in self._wishes[Tier.NVME]:  # else its row in DRAM must not go next
+                self._age(write.block_hash)
             self._metrics.moved(source, tier, 1, done.moved_bytes)
             self._metrics.transfer_seconds.observe(done.duration_ns / 1e9, source.value, tier.value)
 
@@ -219,6 +218,7 @@ class Demoter:
             del wishes[write.block_hash]
         for block_hash in refused:
             wishes[block_hash] = wishes.pop(block_hash)
+            self._age(block_hash)
         if refused or batch == 0:
             self._retry_at[tier] = now + RETRY_S
             return False
@@ -230,6 +230,12 @@ class Demoter:
             self._onward.discard(write.block_hash)
             if self._shelves[Tier.DRAM].holds(write.block_hash):
                 self.wish(Tier.NVME, write.block_hash, write.depth)
+
+    def _age(self, block_hash: BlockHash) -> None:
+        """Its rows are as old as the block, or writing late would make them outlive its parents."""
+        if (slot := self._resident.find(block_hash)) is not None:
+            for shelf in self._shelves.values():
+                shelf.stamp([block_hash], self._resident.last_use(slot))
 
     def _drop(self, block_hash: BlockHash) -> None:
         self.dropped_count += 1

@@ -192,6 +192,24 @@ def test_a_burst_larger_than_dram_reaches_nvme_through_it(tmp_path: Path) -> Non
     assert tiers.metrics.demoted_blocks.value("hbm", "nvme") == 0
 
 
+def test_a_row_of_dram_that_waits_for_nvme_goes_after_those_that_are_there(tmp_path: Path) -> None:
+    tiers = SteppedTiers(tmp_path, hbm=16, dram=8, nvme=24, queue_max=2)
+    tiers.compute(HASHES[:4], 1.0)
+    tiers.settle(1.0)
+    tiers.io[Tier.NVME].hanging = {Operation.WRITE}
+    tiers.compute(HASHES[4:8], 1.0, 4)
+    tiers.settle_all_but_hung(2.0)
+    assert (on(tiers, Tier.DRAM), tiers.io[Tier.NVME].in_flight) == (8, 2), "the last two blocks wait for their turn"
+    tiers.compute(HASHES[8:10], 3.0, 8)
+    tiers.settle_all_but_hung(3.0)
+    assert [tiers.shelves[Tier.DRAM].holds(one) for one in HASHES[:10]] == [True] * 2 + [False] * 2 + [True] * 6
+    tiers.io[Tier.NVME].hanging.clear()
+    tiers.settle(4.0)
+    assert on(tiers, Tier.NVME) == 10
+    uses = [directory_of(tiers.shelves[Tier.DRAM]).use_of(one).last_use for one in HASHES[4:8]]
+    assert uses == [1.0] * 4, "it outlives its parents"
+
+
 def test_without_dram_nvme_is_written_from_hbm(tmp_path: Path) -> None:
     tiers = SteppedTiers(tmp_path, hbm=8, dram=0, nvme=8)
     tiers.compute(HASHES[:5])
