@@ -261,7 +261,9 @@ def test_one_that_reads_or_writes_no_cache_uses_no_rows_of_others(wish: str, tmp
     turns.until(sequence)
     assert sequence.reused_blocks == 0
     turns.check_tokens(sequence)
-    assert not private & {row.block_hash for row in directory_of(turns.dram).records()}, "they were left behind"
+    left = {row.block_hash for row in directory_of(turns.dram).records()}
+    assert not private & left, "they were left behind"
+    assert bool(left & set(sequence.hashes)) == sequence.cache_write
 
 
 @pytest.mark.parametrize("count", [1, 2])
