@@ -258,9 +258,8 @@ class SharedBooks:
         if isinstance(message, Acquired):
             return self.leases.answered(message)
         if isinstance(message, Granted):
-            ours = self._stock.answered(message.number, message.grants, time.monotonic()) or self._asked.answered(
-                message
-            )
+            now = time.monotonic()
+            ours = self._stock.answered(message.number, message.grants, now) or self._asked.answered(message)
             self.evictions += message.evicted_count if ours else 0
             return ours
         answer = self._publications.answered(message)
