@@ -186,8 +186,7 @@ class SharedBooks:
     def check(self) -> None:
         """See `Books`."""
         self._mirror.check()
-        held = self.held()
-        assert len(held) == len(set(held)), "a grant is held twice"
+        assert len(set(self.held())) == len(self.held()), "a grant is held twice"
 
     def close(self, stuck: bool) -> None:
         """Give everything back, but with I/O `stuck` not the slots that it may write to: they wait for its end."""

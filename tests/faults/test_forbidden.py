@@ -45,7 +45,7 @@ def forbid(what: str) -> None:
 
         kernels = _native.Kernels
         _native.supported_isas = lambda: ["plain"]
-        _native.Kernels = lambda threads, isa: kernels(threads, "plain" if isa == "auto" else isa)  # type: ignore
+        _native.Kernels = lambda threads, isa: kernels(threads, "plain" if isa == "auto" else isa)
 
 
 def _answer_with_eperm(call: int) -> None:

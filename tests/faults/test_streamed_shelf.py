@@ -24,6 +24,7 @@ from kvtier import Engine, FinishReason, Request, SamplingParams
 from kvtier.block import KVLayout, Tier
 from kvtier.cache_directory import layout_name
 from kvtier.keeper.desk import Desk
+from kvtier.keeper.shared import SharedBooks
 from kvtier.keeper.slot_table import SlotEntry
 from kvtier.record import Lease
 from kvtier.shelf import Shelf
@@ -234,7 +235,9 @@ def test_a_context_may_take_every_row_of_a_shared_shelf(start: Start, expected: 
     needed = -(-(len(PROMPT) + OUTPUT - 1) // BLOCK) - working_set
     engine = start(tiers__dram__bytes=needed * SLOT_BYTES)
     assert engine._intake._capacity.slots_max == working_set
-    stock = dram(engine)._books._stock  # type: ignore[attr-defined]
+    books = dram(engine)._books
+    assert isinstance(books, SharedBooks)
+    stock = books._stock
     wait_for(lambda: len(stock) > 0)  # of the rows that it needs, some lie ready for other writes
     assert dram(engine).slot_count == needed
     [done] = engine.generate([PROMPT], PARAMS)
