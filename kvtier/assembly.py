@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from kvtier.assembly_log import log_parts, warn_of_other_layouts
+from kvtier.assembly_log import log_parts, warn_of_other_bytes
 from kvtier.block import KVLayout, Tier
 from kvtier.byte_text import free_text, needed_text
 from kvtier.cache_directory import free_disk_bytes
@@ -117,10 +117,10 @@ def assemble(
         undo.pop_all()  # the store closes the arena
         undo.callback(store.close, UNDO_S)
         _add_shelves(store, config, layout, namespace, wake, sizes.dram_bytes)
-        warn_of_other_layouts(config, store)
         streams = StreamLimits(config.scheduler.streamed_max, working_set_count(config, store.usable_count))
         log_parts(config, decoder, store, context, streams, sizes.near_rows)
         capacity = _capacity(config, store, streams, sizes)
+        warn_of_other_bytes(config, store, capacity.configured)
         undo.pop_all()
     return Parts(decoder, tokenizer, store, namespace, context, streams, capacity, near)
 

@@ -129,6 +129,8 @@ class OwnerView(Struct, array_like=True):
     """It holds its lock: dead owners' slots are free once their I/O has landed."""
     reserved_slots: Count
     leased_slots: Count
+    asked_bytes: Annotated[list[Count], Meta(max_length=2)] = []
+    """By tier index; the shelves keep what the first engine asked for. Empty: there is no line to it."""
 
 
 class KeeperView(Struct, array_like=True):

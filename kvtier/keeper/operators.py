@@ -95,5 +95,6 @@ def _owner_views(house: House) -> list[OwnerView]:
         alive = house.lives(owner)
         if line is not None or alive or reserved or leased:
             pid, layout, joined = (line.pid, line.layout, line.joined) if line is not None else (0, "", False)
-            views.append(OwnerView(owner, pid, layout, joined, alive, reserved, leased))
+            asked = line.budgets if line is not None else []
+            views.append(OwnerView(owner, pid, layout, joined, alive, reserved, leased, asked))
     return views

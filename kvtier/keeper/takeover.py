@@ -83,7 +83,8 @@ def make_dram(form: RowFormat, policy: PolicyMaker, terms: Terms, budget_bytes: 
     slot_count = budget_bytes // form.slot_bytes
     if slot_count <= 0:
         raise ShelfError(
-            f"other row layouts leave too little of tiers.dram.bytes: one block takes {needed_text(form.slot_bytes)}"
+            f"other row layouts leave too little of tiers.dram.bytes: one block takes {needed_text(form.slot_bytes)}; "
+            "raise it for the first engine on the directory, or choose another tiers.nvme.path"
         )
     with contextlib.ExitStack() as undo:
         slab = make_dram_slab(form.slot_bytes, slot_count)

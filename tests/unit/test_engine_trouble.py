@@ -28,6 +28,7 @@ from safetensors.torch import load_file, save_file
 from tiny import make_checkpoint
 
 from kvtier import Engine, FinishReason, InvalidRequest, Request, SamplingParams, TokenEvent, Unavailable
+from kvtier.byte_text import parse_bytes
 from kvtier.errors import ConfigError, ShelfError
 from kvtier.io.faulty import Call, Effect, Fault, FaultyCalls
 from kvtier.keeper.opening import SharedShelves
@@ -36,6 +37,7 @@ from kvtier.sequence import ScheduledSequence
 from kvtier.shelf import Shelf
 from kvtier.shelves import open_nvme_shelf
 from tests.own_time import own_time
+from tests.shelf_desk import shelf, shelf_json
 
 
 @pytest.fixture(scope="module")
@@ -482,6 +484,35 @@ def test_a_limit_that_no_block_fits_is_refused_with_a_way_out(checkpoint: Path, 
     limit: dict[str, object] = {key.replace(".", "__"): 16383}
     with pytest.raises(ConfigError, match=text), opened(checkpoint, **limit):
         pass
+
+
+def test_a_start_that_finds_shelves_of_other_bytes_says_so_and_how_to_have_its_own(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("WARNING", "kvtier.assembly")
+
+    def start(dram: str, nvme: str) -> tuple[list[str], int, int]:
+        caplog.clear()
+        sizes = {"tiers__dram__bytes": dram, "tiers__nvme__bytes": nvme, "tiers__dram__staging_bytes": 0}
+        with opened(checkpoint, **sizes, tiers__nvme__path=tmp_path / "cache", tiers__linger_s=600) as engine:
+            asked = shelf_json("stat", tmp_path / "cache")["owners"][0]["asked_bytes"]
+            stats = engine.stats()
+        assert asked == {"dram": parse_bytes(dram), "nvme": parse_bytes(nvme)}
+        return caplog.messages, stats["dram_slots_total"], stats["nvme_slots_total"]
+
+    said, dram_slots, nvme_slots = start("1MiB", "2MiB")
+    assert (said, dram_slots) == ([], 64)
+    assert start("1MiB", "2MiB") == ([], dram_slots, nvme_slots), "nothing has changed"
+    for others in (("2MiB", "512KiB"), ("768KiB", "4MiB"), ("0", "0")):
+        said, *slots = start(*others)
+        assert slots == [dram_slots, nvme_slots] and len(said) == 2
+        assert "the DRAM shelf has 64 blocks (1.0 MiB), where tiers.dram.bytes comes to" in said[0]
+        assert f"the NVMe shelf has {nvme_slots} blocks" in said[1] and "tiers.nvme.bytes comes to" in said[1]
+        assert all(f"`kvtier shelf stop {tmp_path / 'cache'} --now`" in text for text in said)
+    assert shelf("stop", tmp_path / "cache", "--now").exit_code == 0
+    said, dram_slots, new_slots = start("2MiB", "512KiB")
+    assert (said, dram_slots) == ([], 128) and new_slots < nvme_slots
+    end_keepers(tmp_path / "cache")
 
 
 @pytest.mark.parametrize("sharing", [False, True])

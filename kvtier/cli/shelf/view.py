@@ -149,6 +149,9 @@ def owner_text(owner: OwnerView) -> str:
     else:
         who = "alive, no line to the keeper" if owner.alive else "gone, its I/O has not landed"
     layout = f", layout {owner.layout[:8]}" if owner.layout else ""
+    asked = zip(TIERS, owner.asked_bytes, strict=False)
+    wants = [f"{bytes_text(count)} of {TIER_NAMES[tier]}" for tier, count in asked if count]
+    layout += f", asks for {' and '.join(wants)}" if wants else ""
     return f"{who}{layout}, {owner.reserved_slots:,} slots reserved, {owner.leased_slots:,} leased"
 
 
@@ -203,6 +206,7 @@ def _owner_json(owner: OwnerView) -> dict[str, object]:
         "alive": owner.alive,
         "reserved_slots": owner.reserved_slots,
         "leased_slots": owner.leased_slots,
+        "asked_bytes": dict(zip(TIERS, owner.asked_bytes, strict=False)),
     }
 
 
