@@ -153,6 +153,7 @@ template <Store store, bool in_turn>
                                              const char* next) {
     const __m512i prime = _mm512_set1_epi64(PRIME32_1);
     __m512i sums = _mm512_load_si512(sums_);
+#pragma GCC unroll 1  // the prefetcher follows a run best if one instruction reads all of it (docs/LOG.md)
     for (std::size_t stripe = 0; stripe < STRIPES; ++stripe) {
         const std::size_t place = STRIPE * stripe;
         if constexpr (AHEAD<store, in_turn>) _mm_prefetch(next + place, _MM_HINT_T0);
