@@ -48,6 +48,14 @@ class ControlClient:
             b'{"ready": true}',
         )
 
+    def check_loaded(self) -> None:
+        """Raise ServingError, with the reasons, if the server that answers could not load models."""
+        failed = self._read("POST", "/v2/repository/index", _failures)
+        if reasons := [f"{name} cannot be loaded: {reason}" for name, reason in failed.items() if reason]:
+            raise ServingError("; ".join(reasons))
+        if failed:
+            raise ServingError(f"not loaded: {', '.join(failed)}; the server's own lines say why")
+
     def process_count(self, model: str) -> int:
         """How many model processes a ready model must have: its instances, 0 unless the Python backend runs it."""
         return self._read("GET", f"/v2/models/{model}/config", _process_count)
@@ -113,6 +121,13 @@ def label(text: str, name: str) -> str:
     """The value of one label in a label text; empty if it is not there."""
     match = re.search(rf'(?:^|,){name}="([^"]*)"', text)
     return match[1] if match else ""
+
+
+def _failures(index: Any) -> dict[str, str]:
+    """Reasons by model, without where in the code they arose; "" where there is none, as for a broken config.pbtxt."""
+    states = [(str(item["name"]), item.get("state", ""), item.get("reason", "")) for item in index]
+    failed = {name: reason for name, state, reason in states if state in ("", "UNAVAILABLE") and reason != "unloaded"}
+    return {name: reason.split("\n\nAt:\n")[0].removeprefix("Internal: ") for name, reason in failed.items()}
 
 
 def _process_count(config: Any) -> int:

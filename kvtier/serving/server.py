@@ -220,6 +220,7 @@ class TritonServer:
             "--model-control-mode=explicit",
             *([] if any(item.startswith("--load-model") for item in extra) else ["--load-model=*"]),
             "--disable-auto-complete-config",
+            "--exit-on-error=false",  # so that it can be asked why; it is stopped then
             f"--exit-timeout-secs={self.options.exit_timeout_s}",
             *self.ports.arguments(),
             *arguments_without_gpu(extra),
@@ -273,6 +274,7 @@ class TritonServer:
             with contextlib.suppress(OSError):
                 if self.control.ready():
                     return None
+                self.control.check_loaded()
             time.sleep(POLL_S)
         raise ServingError(f"tritonserver was not ready after {self.options.start_timeout_s:g} s{self._reason()}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import json
 import os
 import resource
 import select
@@ -145,6 +146,30 @@ def test_an_odd_answer_is_an_oserror_whatever_was_asked(status: int, body: bytes
             assert not control.ready()
             with pytest.raises(ServingError, match="load of m was refused"):
                 control.load("m", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("index", "said"),
+    [
+        ([{"name": "m", "version": "1", "state": "READY"}], ""),
+        ([{"name": "m", "state": "LOADING"}, {"name": "n", "state": "UNAVAILABLE", "reason": "unloaded"}], ""),
+        ([{"name": "m", "state": "READY"}, {"name": "n"}], "not loaded: n; the server's own lines say why"),
+        (
+            [{"name": "n"}, {"name": "m", "state": "UNAVAILABLE", "reason": "Internal: ConfigError: a: b\n\nAt:\n  c"}],
+            "m cannot be loaded: ConfigError: a: b",
+        ),
+    ],
+)
+def test_what_a_server_could_not_load_is_said_once_with_the_reason(index: list[dict[str, str]], said: str) -> None:
+    connection = mock.Mock(spec=http.client.HTTPConnection)
+    connection.getresponse.return_value = Answer(200, json.dumps(index).encode())
+    with mock.patch("http.client.HTTPConnection", return_value=connection):
+        if not said:
+            ControlClient("localhost", 1, 1).check_loaded()
+            return
+        with pytest.raises(ServingError) as refused:
+            ControlClient("localhost", 1, 1).check_loaded()
+    assert str(refused.value) == said
 
 
 PARENT = """
