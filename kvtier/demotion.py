@@ -1,4 +1,4 @@
-"""Demotion: copies of sealed blocks on their way down, DRAM when a block seals, NVMe by policy, and drains on request.
+"""Demotion: copies of sealed blocks on their way down, to DRAM when a block seals, to NVMe by policy.
 
 Wishes are queued by hash only, so a waiting wish holds no memory of any tier; a wish whose block is gone is dropped.
 While a write is in flight its source is held (`Sources`). With a DRAM shelf, NVMe is written from its rows alone, so
@@ -9,22 +9,23 @@ from __future__ import annotations
 
 import enum
 import itertools
+import math
 import time
-from collections import Counter
 from collections.abc import Callable
 
 from kvtier.block import BlockHash, Tier
 from kvtier.metrics import Metrics
 from kvtier.resident import ResidentBlocks
-from kvtier.shelf import Record, Shelf, ShelfDone, ShelfOutcome
+from kvtier.shelf import Shelf, ShelfDone, ShelfOutcome
 from kvtier.source import Sources, Write
 from kvtier.tiers.arena import Arena
 
 WISHES_MAX = 65536
 """Wishes that may wait per target tier; a later one is dropped and counted."""
 BATCH_ROWS = 64
-RETRY_S = 0.1
-"""A shelf that has refused a write is asked again after this long, or once one of its writes has ended."""
+RETRY_S, RETRY_SHARE, RETRY_MAX_S = 0.1, 0.1, 5.0
+"""A shelf that has refused a write is asked again after this long, then after this share of the time for which it has
+taken nothing, or once one of its writes has ended."""
 STUCK_S = 1.0
 """At the end: what moves for so long no more is left behind."""
 PAUSE_S = 0.001
@@ -67,8 +68,9 @@ class Demoter:
         self._writing: dict[Tier, set[BlockHash]] = {Tier.DRAM: set(), Tier.NVME: set()}
         self._onward: set[BlockHash] = set()
         """On their way to DRAM, and wanted on NVMe from there."""
-        self._drains: dict[Tier, set[BlockHash]] = {}
         self._retry_at = dict.fromkeys(Tier, 0.0)
+        self._stands_since: dict[Tier, float] = {}
+        """Of the shelves that have taken nothing when they were asked last: since when."""
         self._back_at = 0.0
         self.dropped_count = 0
 
@@ -83,11 +85,6 @@ class Demoter:
             write.started_at > since and write.slot is not None and self._resident.holds(write.slot) == 1
             for write in self._writes.values()
         )
-
-    @property
-    def wish_count(self) -> int:
-        """Rows waiting to be written."""
-        return sum(len(wishes) for wishes in self._wishes.values())
 
     def sealed(self, block_hash: BlockHash, depth: int) -> None:
         """A block has just become immutable in HBM (computed, or promoted from NVMe)."""
@@ -133,7 +130,7 @@ class Demoter:
         left, moved_at = (0, 0), time.monotonic()
         while (now := time.monotonic()) < end:
             poll(now)
-            before, left = left, (self.wish_count, self.writing_count)
+            before, left = left, (sum(map(len, self._wishes.values())), self.writing_count)
             if left == (0, 0) or (left == before and now - moved_at >= STUCK_S):
                 return
             moved_at = moved_at if left == before else now
@@ -157,34 +154,42 @@ class Demoter:
             self._metrics.moved(source, tier, 1, done.moved_bytes)
             self._metrics.transfer_seconds.observe(done.duration_ns / 1e9, source.value, tier.value)
 
+    def room_came(self) -> None:
+        """Rows of shelves that were held are free, or may be evicted: what was refused is tried again."""
+        self._retry_at = dict.fromkeys(Tier, 0.0)
+
+    @property
+    def retry_at(self) -> float:
+        """When what waits is to be tried again; inf if nothing does. Before that ends of writes may come."""
+        return min((self._retry_at[tier] for tier, wishes in self._wishes.items() if wishes), default=math.inf)
+
     def forget(self, tier: Tier) -> None:
         """A shelf is lost, with nothing in flight on it: nobody waits for its writes any more."""
         self._wishes[tier].clear()
+        self._stands_since.pop(tier, None)
         self._onward.clear()  # what was on its way through DRAM, or to NVMe
-        self._drains.pop(tier, None)
         self._retry_at[tier] = 0.0
-
-    def drain(self, tier: Tier, give_up: bool) -> bool:
-        """Push what nobody holds in `tier` one tier down and let go of it there; True once nothing is left to push.
-
-        Called again after each completion; what comes after the first call stays. `give_up` lets go of what could not
-        be copied.
-        """
-        assert tier is not Tier.NVME
-        if tier is not Tier.HBM and tier not in self._shelves:
-            return True
-        left = self._drains.get(tier)
-        if left is None:
-            left = self._drains[tier] = self._resident_idle() if tier is Tier.HBM else self._shelved(tier)
-        self._drain_hbm(left, give_up) if tier is Tier.HBM else self._drain_dram(left, give_up)
-        if left and not give_up:
-            return False
-        del self._drains[tier]
-        return True
 
     def holds(self) -> list[int]:
         """One entry for each hold on a slot of HBM that writes have (for `Store.check`)."""
         return [write.slot for write in self._writes.values() if write.slot is not None]
+
+    def stats(self) -> dict[str, int]:
+        """Plain numbers of the moment. Any thread."""
+        waiting = sum(len(wishes) for wishes in self._wishes.values())
+        return {
+            "writing_blocks": self.writing_count,
+            "waiting_writes": waiting,
+            "dropped_writes": self.dropped_count,
+        }
+
+    def leased(self) -> set[BlockHash]:
+        """Blocks whose rows in DRAM are kept for their copies."""
+        return {write.block_hash for write in self._writes.values() if write.lease is not None}
+
+    def awaited(self, tier: Tier) -> set[BlockHash]:
+        """Blocks that are being written to a shelf, or wait for that."""
+        return self._writing[tier] | self._wishes[tier].keys()
 
     def _start(self, tier: Tier, now: float) -> bool:
         """Submit one batch of wishes; False if the shelf takes no more for now.
@@ -219,8 +224,11 @@ class Demoter:
         for block_hash in refused:
             wishes[block_hash] = wishes.pop(block_hash)
             self._age(block_hash)
+        if len(refused) < len(writes):
+            self._stands_since.pop(tier, None)
         if refused or batch == 0:
-            self._retry_at[tier] = now + RETRY_S
+            stands_s = now - self._stands_since.setdefault(tier, now)
+            self._retry_at[tier] = now + min(max(RETRY_S, RETRY_SHARE * stands_s), RETRY_MAX_S)
             return False
         return True
 
@@ -251,48 +259,3 @@ class Demoter:
         if excess > 0:
             for record in dram.coldest(excess):
                 self.wish(Tier.NVME, record.block_hash, record.depth)
-
-    def _resident_idle(self) -> set[BlockHash]:
-        """Sealed blocks of HBM that no sequence holds; those only a write still holds count."""
-        slots = self._resident.coldest(self._resident.slot_count)
-        slots += [slot for slot, count in Counter(self.holds()).items() if self._resident.holds(slot) == count]
-        return {block_hash for slot in slots if (block_hash := self._resident.hash_of(slot)) is not None}
-
-    def _shelved(self, tier: Tier) -> set[BlockHash]:
-        """Blocks on a shelf, those on their way to it included."""
-        shelf = self._shelves[tier]
-        there = {record.block_hash for record in shelf.coldest(shelf.slot_count)}
-        leased = {write.block_hash for write in self._writes.values() if write.lease is not None}
-        return there | leased | self._writing[tier] | self._wishes[tier].keys()
-
-    def _drain_hbm(self, left: set[BlockHash], give_up: bool) -> None:
-        below = [tier for tier in (Tier.DRAM, Tier.NVME) if tier in self._shelves]
-        writing = Counter(self.holds())
-        gone: list[int] = []
-        for block_hash in list(left):
-            slot = self._resident.find(block_hash)
-            copied = not below or give_up or any(self._shelves[tier].holds(block_hash) for tier in below)
-            if slot is None or self._resident.holds(slot) > writing[slot]:  # a sequence has taken it again
-                left.discard(block_hash)
-            elif not copied:
-                self.wish(below[0], block_hash, self._resident.depth_of(slot))
-            elif self._resident.holds(slot) == 0:
-                gone.append(slot)
-                left.discard(block_hash)
-        self._resident.evict(gone)
-
-    def _drain_dram(self, left: set[BlockHash], give_up: bool) -> None:
-        dram, nvme = self._shelves[Tier.DRAM], self._shelves.get(Tier.NVME)
-        leased = {write.block_hash for write in self._writes.values() if write.lease is not None}
-        gone: list[Record] = []
-        for block_hash in list(left):
-            records = dram.find([block_hash])
-            if not records:
-                if block_hash not in self._wishes[Tier.DRAM] and block_hash not in self._writing[Tier.DRAM]:
-                    left.discard(block_hash)
-            elif nvme is not None and not give_up and not nvme.holds(block_hash):
-                self.wish(Tier.NVME, block_hash, records[0].depth)
-            elif block_hash not in leased:
-                gone += records
-                left.discard(block_hash)
-        dram.drop(gone, "evicted")

@@ -7,9 +7,10 @@ Owned by the store, on the engine thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from kvtier.block import BlockHash, Tier
+from kvtier.demotion import Demoter
 from kvtier.homes import Home, Homes, Move
 from kvtier.lease_asking import LeaseAsking
 from kvtier.metrics import Metrics
@@ -34,12 +35,12 @@ class HandDown:
         arena: Arena,
         shelves: Mapping[Tier, Shelf],
         metrics: Metrics,
-        shelved: Callable[[BlockHash, int], None],
+        demoter: Demoter,
     ) -> None:
-        """`shelved(hash, depth)` hears of each block that was written and may be found."""
+        """The `demoter` copies blocks whose homes are in DRAM, and writes when rows come free."""
         self._resident = resident
         self._shelves = shelves
-        self._shelved = shelved
+        self._demoter = demoter
         self._homes: list[Homes] = []
         self._writes = RowWriting(shelves, arena, metrics)
         self._rows = RowAsking(shelves)
@@ -132,6 +133,7 @@ class HandDown:
         for move in list(homes.waiting()):
             self._forget(move)
         self._retire(homes)
+        self._demoter.room_came()
 
     def completed(self, tier: Tier, done: ShelfDone, now: float) -> bool:
         """A transfer has ended; False if it was none of its own."""
@@ -146,8 +148,8 @@ class HandDown:
             self._try_again(move, now if done.outcome is ShelfOutcome.DUPLICATE else now + RETRY_S)
             return True
         self._settle(move, tier, done.lease)
-        if not move.private:
-            self._shelved(move.block_hash, move.index)
+        if tier is Tier.DRAM and not move.private:  # on NVMe only since DRAM had no more rows: no copy there, either
+            self._demoter.sealed(move.block_hash, move.index)
         return True
 
     def pump(self, now: float) -> bool:

@@ -288,7 +288,7 @@ class EngineLoop:
         if self._closing and not self._live:
             return  # this step has ended the last request, and nobody rings for that
         if not (self._live or self._drains or self._store.busy):
-            self._bell.wait(IDLE_S)
+            self._bell.wait(max(0.0, min(self._store.retry_at - now, IDLE_S)))
             return
         deadlines = [self._scheduler.next_deadline(), self._turns.deadline if self._turns is not None else None]
         deadline = min((deadline for deadline in deadlines if deadline is not None), default=now + WAIT_S)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from kvtier.block import BlockHash, KVLayout, Tier
 from kvtier.cost import NO_WORK, CostModel, Work
 from kvtier.demotion import Demoter, NvmePolicy
+from kvtier.draining import Draining
 from kvtier.eviction import PolicyMaker
 from kvtier.fetch import Fetch
 from kvtier.hand_down import HandDown
@@ -46,7 +47,7 @@ class Store:
         spare_count: int = 0,
         staging: StagingMemory | None = None,
     ) -> None:
-        """`spare_count`: slots of HBM that transfers hung in a disk may keep for good. Without `costs` all is read.
+        """`spare_count`: slots of HBM that hung transfers may keep for good. Without `costs` all is read.
 
         `staging`: memory for slices of NVMe rows; without it they are attended to once they are in HBM, or not at all.
         """
@@ -59,7 +60,8 @@ class Store:
         self.costs = costs if costs is not None else CostModel(layout)
         self._promoter = Promoter(self._resident, arena, self._shelves, self.costs, metrics)
         self._demoter = Demoter(self._resident, arena, self._shelves, policy, metrics)
-        self.hand_down = HandDown(self._resident, arena, self._shelves, metrics, self._demoter.sealed)
+        self._draining = Draining(self._resident, self._shelves, self._demoter)
+        self.hand_down = HandDown(self._resident, arena, self._shelves, metrics, self._demoter)
         """What streamed sequences have on the shelves."""
         self._spare_count = spare_count
         self._sources: list[ShelfSource] = []
@@ -134,6 +136,11 @@ class Store:
     def busy(self) -> bool:
         """Transfers are in flight, so a completion will come."""
         return self.transfer_count > 0
+
+    @property
+    def retry_at(self) -> float:
+        """When to `poll`, though nothing is in flight, for writes that a shelf has refused; inf: there are none."""
+        return self._demoter.retry_at
 
     def awaits_slots(self, now: float) -> bool:
         """A transfer that alone holds a slot of HBM, and is not overdue, is in flight: waiting a little gives slots."""
@@ -237,7 +244,7 @@ class Store:
 
     def drain(self, tier: Tier, give_up: bool = False) -> bool:
         """Push what nobody holds in HBM or DRAM one tier down; call after each poll until it returns True."""
-        return self._demoter.drain(tier, give_up)
+        return self._draining.drain(tier, give_up)
 
     def publish_metrics(self) -> None:
         """Bring gauges and shelf counters of the metrics up to date."""
@@ -245,13 +252,8 @@ class Store:
 
     def stats(self) -> dict[str, int]:
         """Plain numbers of the moment, for `Engine.stats`."""
-        values = {
-            "arriving_blocks": self._promoter.arriving_count,
-            "writing_blocks": self._demoter.writing_count,
-            "waiting_writes": self._demoter.wish_count,
-            "dropped_writes": self._demoter.dropped_count,
-        }
-        return self._report.stats(self.costs) | values
+        arriving = {"arriving_blocks": self._promoter.arriving_count}
+        return self._report.stats(self.costs) | arriving | self._demoter.stats()
 
     def check(self, held: Counter[int] | None = None) -> None:
         """Assert all books; with `held` (holds of sequences and fetches by slot) also that none is lost."""
@@ -293,5 +295,6 @@ class Store:
             tier = shelf.tier
             del self._shelves[tier]
             self._demoter.forget(tier)
+            self._draining.forget(tier)
             self._report.end(tier, self._promoter.late_counts[tier])
         self._reopening.replace(lost)

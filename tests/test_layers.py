@@ -82,6 +82,7 @@ FLOORS = {
         "fetch",
         "promotion",
         "demotion",
+        "draining",
         "reopening",
         "source",
         "host_counts",

@@ -85,7 +85,7 @@ def assert_nothing_left(engine: Engine) -> None:
     assert not scheduler.sequences and not scheduler._stalled
     promoter, demoter = store._promoter, store._demoter
     assert not promoter._by_hash and not promoter._by_ticket
-    assert not demoter._onward and not demoter._drains
+    assert not demoter._onward and len(store._draining) == 0
     assert not demoter._writes and not any(demoter._wishes.values()) and not any(demoter._writing.values())
     for shelf in store._shelves.values():
         assert shelf.in_flight == 0 and not shelf._writes

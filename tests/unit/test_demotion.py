@@ -10,7 +10,7 @@ import pytest
 from fakes import SteppedTiers, chain_hashes
 
 from kvtier.block import BlockHash, Tier
-from kvtier.demotion import BACK_ROWS, BACK_S, RETRY_S, NvmePolicy
+from kvtier.demotion import BACK_ROWS, BACK_S, RETRY_MAX_S, RETRY_S, NvmePolicy
 from kvtier.io.base import Operation
 from kvtier.record import Record, tenant_digest
 from kvtier.retention import PLAIN, Retention, retention_of
@@ -465,3 +465,22 @@ def test_the_end_waits_for_what_gets_on_and_not_for_what_hangs(tmp_path: Path, m
     tiers.compute(HASHES[5:8], first=5)
     tiers.store.write_down(1e9)
     assert (on(tiers, Tier.DRAM), on(tiers, Tier.NVME)) == (5, 5) and tiers.store.stats()["waiting_writes"] >= 2
+
+
+def test_a_shelf_that_takes_nothing_is_asked_ever_less_often_and_at_once_when_room_came(tmp_path: Path) -> None:
+    tiers = SteppedTiers(tmp_path, hbm=8, dram=4, nvme=0)
+    dram, demoter = tiers.shelves[Tier.DRAM], tiers.store._demoter
+    dram.holdings.ask_rows(4, bytes(16))
+    [reply] = dram.holdings.replies()
+    assert reply.grants is not None
+    tiers.store.release(tiers.compute(HASHES[:3]))
+    now, tries = 10.0, 0
+    while now < 610.0:
+        tiers.store.poll(now)
+        assert now < demoter.retry_at <= now + RETRY_MAX_S
+        now, tries = demoter.retry_at, tries + 1
+    assert 120 < tries < 180, "ten a second at first, one in five seconds in the end"
+    dram.holdings.give_rows(reply.grants)
+    demoter.room_came()
+    tiers.settle(now - 0.01)
+    assert on(tiers, Tier.DRAM) == 3 and demoter.retry_at == float("inf")

@@ -347,3 +347,28 @@ def test_a_drain_starts_its_writes_at_once(tmp_path: Path, monkeypatch: pytest.M
     setup.bell.ring()
     assert drain.done.wait(60)
     setup.close()
+
+
+def test_writes_that_a_shelf_has_refused_are_tried_again_though_nothing_else_happens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier.loop.IDLE_S", 600.0)
+    setup = Setup(tmp_path, dram=4)
+    dram = setup.tiers.shelves[Tier.DRAM]
+    dram.holdings.ask_rows(4, bytes(16))
+    [reply] = dram.holdings.replies()
+    assert reply.grants is not None
+    monkeypatch.setattr(setup.tiers.store.hand_down, "check", lambda: None)
+    setup.tiers.store.release(setup.tiers.compute(chain_hashes(range(3 * BLOCK))))
+    setup.loop.start()
+    end = time.monotonic() + 60
+    while setup.tiers.store._demoter.retry_at == 0.0:
+        assert time.monotonic() < end
+        time.sleep(0.002)
+    assert setup.tiers.io[Tier.DRAM].in_flight == 0
+    dram.holdings.give_rows(reply.grants)  # nobody rings
+    while setup.tiers.io[Tier.DRAM].in_flight < 3:
+        assert time.monotonic() < end, "the writes wait for the next request"
+        time.sleep(0.002)
+    setup.tiers.step()
+    setup.close()

@@ -279,6 +279,15 @@ def test_what_one_that_reads_no_cache_has_computed_is_found_by_the_next(count: i
     turns.check_tokens(again)
 
 
+def test_a_block_whose_home_is_on_nvme_takes_no_place_in_dram_as_well(tmp_path: Path) -> None:
+    turns = Turns(tmp_path, hbm=16, dram=8, nvme=60)
+    sequence = turns.add(0, 20, output_max=1)
+    turns.until(sequence)
+    turns.check_tokens(sequence)
+    copies = turns.tiers.metrics.demoted_blocks.value
+    assert copies("hbm", "nvme") == 10 and copies("hbm", "dram") == 8 + 2, "8 homes, and 2 blocks that needed none"
+
+
 @pytest.mark.parametrize("count", [0, 1, 2, 5, 9, 30, 60])
 def test_one_that_is_cancelled_in_any_state_gives_everything_back(count: int, turns: Turns) -> None:
     first = turns.add(0, 20)
