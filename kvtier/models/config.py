@@ -6,13 +6,19 @@ is only a set of flags. Everything unsupported is refused here, by name. Reads n
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvtier.errors import CheckpointError
 from kvtier.models.fields import Fields
 from kvtier.models.rope import Rope, YarnRope, rope_architecture, rope_from_fields
 from kvtier.request import REPETITION_PENALTY_MAX, REPETITION_PENALTY_MIN, TEMPERATURE_MAX
 
+ACCEPTED = (
+    "a model is given as the path of a Hugging Face folder (config.json, *.safetensors, tokenizer), not by a name on "
+    "the hub: download it first; `scripts/fetch_model.py` writes SmolLM2-135M-Instruct to .cache/models/smollm2"
+)
 DTYPES = ("float32", "bfloat16", "float16")
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -92,6 +98,15 @@ class ModelConfig:
     @classmethod
     def from_folder(cls, folder: Path) -> ModelConfig:
         """Read a Hugging Face folder. Raises CheckpointError naming field, value, and what is supported."""
+        try:
+            os.stat(folder / "config.json")
+        except (FileNotFoundError, NotADirectoryError):
+            what = (
+                "holds no config.json" if folder.is_dir() else "is no folder" if folder.exists() else "no such folder"
+            )
+            raise CheckpointError(f"{folder}: {what}; {ACCEPTED}") from None
+        except OSError:
+            pass  # reading it says why
         config = Fields.from_file(folder / "config.json")
         generation_path = folder / "generation_config.json"
         generation = (

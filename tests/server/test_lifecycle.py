@@ -72,7 +72,7 @@ def half_written(folder: Path) -> dict[str, str]:
 
 
 BAD: dict[str, tuple[Callable[[Path], dict[str, str]], list[str]]] = {
-    "missing-folder": (lambda folder: {"model": str(folder / "nowhere")}, ["config.json", "cannot be read"]),
+    "missing-folder": (lambda folder: {"model": str(folder / "nowhere")}, ["no such folder", "fetch_model.py"]),
     "half-written": (half_written, ["model.safetensors", "not a whole"]),
     "does-not-fit": (lambda _: {"tiers.hbm.bytes": "900TiB"}, ["tiers.hbm.bytes", "asked", "are free"]),
     "wrong-keys": (

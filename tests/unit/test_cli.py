@@ -176,7 +176,7 @@ def test_a_piped_chat_answers_line_by_line_and_finds_its_history_again(checkpoin
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["no-such-folder", "x"], "no-such-folder"),
+        (["smollm2", "x"], "smollm2: no such folder; a model is given as the path of a Hugging Face folder"),
         (["MODEL", "x", "--temperature", "nan"], "temperature: must be a finite number"),
         (["MODEL", "x", "--max-tokens", "0"], "max_tokens: must be from 1"),
         (["MODEL", "x", "--hbm", "lots"], "tiers.hbm.bytes: is a size such as 512MiB"),

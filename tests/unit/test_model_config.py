@@ -257,9 +257,20 @@ def test_a_checkpoint_with_nothing_on_rope_gets_the_default(tmp_path: Path) -> N
     assert ModelConfig.from_folder(write_config(tmp_path)).rope == DefaultRope(10_000.0)
 
 
+def test_what_is_no_folder_is_refused_with_what_would_be_one(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").touch()
+    for name, what in (("HuggingFaceTB/SmolLM2-135M", "no such folder"), ("model.gguf", "is no folder")):
+        with pytest.raises(CheckpointError, match=rf"{name}: {what}; .* not by a name on the hub: .*fetch_model\.py"):
+            ModelConfig.from_folder(tmp_path / name)
+
+
 def test_a_missing_or_half_written_config_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r": holds no config\.json; a model is given as the path of a"):
+        ModelConfig.from_folder(tmp_path)
+    (tmp_path / "config.json").mkdir()
     with pytest.raises(CheckpointError, match=r"config\.json: cannot be read"):
         ModelConfig.from_folder(tmp_path)
+    (tmp_path / "config.json").rmdir()
     (tmp_path / "config.json").write_text('{"model_type": "lla')
     with pytest.raises(CheckpointError, match="written to the end"):
         ModelConfig.from_folder(tmp_path)
