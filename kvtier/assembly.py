@@ -142,7 +142,7 @@ def _capacity(config: EngineConfig, store: Store, streams: StreamLimits, sizes: 
     dram, nvme = config.tiers.dram, config.tiers.nvme
     configured = {Tier.DRAM: sizes.dram_bytes // slot_bytes, Tier.NVME: nvme_slots_planned(config, store.layout)}
     tenant_max = {Tier.DRAM: dram.tenant_bytes // slot_bytes, Tier.NVME: nvme.tenant_bytes // slot_bytes}
-    return Capacity(store, streams.slots_max, configured, tenant_max, nvme.write_bytes_day // slot_bytes)
+    return Capacity(config, store, streams.slots_max, configured, tenant_max, nvme.write_bytes_day // slot_bytes)
 
 
 def _add_shelves(

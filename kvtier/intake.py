@@ -89,6 +89,6 @@ class Intake:
             total = prompt_count + wanted - 1
             raise InvalidRequest(
                 f"max_tokens: {prompt_count} prompt tokens + {wanted} need room for {total}, "
-                f"{self._capacity.shortage(total, tenant)}; ask for {room} or fewer"
+                f"{self._capacity.shortage(total, tenant)}; or ask for {room} or fewer"
             )
         return wanted

@@ -10,7 +10,6 @@ import enum
 from dataclasses import dataclass
 
 from kvtier.block import KVLayout, Tier
-from kvtier.config import EngineConfig
 from kvtier.models.config import ModelConfig
 
 
@@ -147,20 +146,6 @@ def longest(shape: Shape, capacities: Capacities) -> dict[Served, int]:
         Served.FROM_NVME: far if far > max(near, capacities.hbm) else 0,
     }
     return {served: count * shape.layout.block_tokens for served, count in rows.items()}
-
-
-def way_out(config: EngineConfig, capacities: Capacities, result: Plan) -> str:
-    """What to change so that a context that is refused finds a place."""
-    if not config.tiers.dram.bytes:
-        return "raise --hbm, or give --dram: contexts larger than HBM need DRAM"
-    if not config.scheduler.streamed_max:
-        return "raise --hbm, or scheduler.streamed_max above 0: contexts larger than HBM are off"
-    if not capacities.working_set:
-        return "raise --hbm: it is too small for contexts larger than it"
-    if result.blocks[Tier.NVME] < capacities.nvme:  # not its own bytes that are lacking
-        day = " tiers.nvme.write_bytes_day and" if config.tiers.nvme.write_bytes_day else ""
-        return f"raise --dram, or what bounds what can lie on NVMe:{day} tiers.dram.staging_bytes, at most half of DRAM"
-    return "raise --dram or --nvme"
 
 
 def _homes(capacities: Capacities, total: int) -> tuple[Served, dict[Tier, int], int]:

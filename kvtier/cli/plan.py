@@ -84,8 +84,9 @@ def plan(
     """
     with reported():
         config = engine_options.engine_config(model)
+        from kvtier.capacity import way_out
         from kvtier.models.config import ModelConfig  # torch takes a second or two
-        from kvtier.planning import Served, longest, shape_of, way_out
+        from kvtier.planning import Served, longest, shape_of
         from kvtier.planning import plan as planned
         from kvtier.sizing import context_max
 
@@ -99,7 +100,8 @@ def plan(
         capacities = _capacities(config, shape, limit)
         speeds = _speeds(config, shape, speed_options, bool(capacities.nvme))
         result = planned(shape, capacities, speeds, tokens)
-        lengths, remedy = longest(shape, capacities), way_out(config, capacities, result)
+        nvme_is_short = result.blocks[Tier.NVME] == capacities.nvme
+        lengths, remedy = longest(shape, capacities), way_out(config, capacities.working_set, nvme_is_short)
     if as_json:
         typer.echo(json.dumps(_as_json(shape, capacities, speeds, result, lengths)))
     else:

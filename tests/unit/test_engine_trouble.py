@@ -398,13 +398,14 @@ def test_what_does_not_fit_hbm_is_refused_with_the_sums(checkpoint: Path) -> Non
     row_bytes = 3 * 4096
     with opened(checkpoint, tiers__hbm__bytes=4 * row_bytes, tiers__dram__bytes=0) as engine:
         held = 4 * BLOCK
-        sums = "they need 60.0 KiB and there are 48.0 KiB, and contexts larger than HBM are off"
+        sums = "they need 60.0 KiB and there are 48.0 KiB; raise tiers.hbm.bytes, or give tiers.dram.bytes: .*"
         with pytest.raises(
             InvalidRequest, match=f"prompt: has {held + 1} tokens, tiers.hbm.bytes holds {held}: {sums}"
         ):
             engine.generate([[3] * (held + 1)], GREEDY)
         with pytest.raises(
-            InvalidRequest, match=f"max_tokens: 60 prompt tokens \\+ 6 need room for 65, .* holds {held}: .*; ask for 5"
+            InvalidRequest,
+            match=f"max_tokens: 60 prompt tokens \\+ 6 need room for 65, .* holds {held}: .*; or ask for 5",
         ):
             engine.generate([[3] * 60], SamplingParams(max_tokens=6))
         full = engine.generate([[3] * 60], SamplingParams(max_tokens=5, ignore_eos=True))[0]
@@ -414,22 +415,26 @@ def test_what_does_not_fit_hbm_is_refused_with_the_sums(checkpoint: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("dram_rows", "sums"),
+    ("dram_rows", "quota_rows", "sums"),
     [
-        (3, "they need 252 KiB and there are 240 KiB in HBM alone or, streamed, 96.0 KiB: of HBM 60.0 KiB for each"),
-        (20, "they need 312 KiB and there are 300 KiB: of HBM 60.0 KiB for each .*, of DRAM 240 KiB, of NVMe 0 B"),
+        (3, 0, "they need 252 KiB and there are 240 KiB in HBM alone or, streamed, 96.0 KiB: of HBM 60.0 KiB for each"),
+        (20, 0, "they need 312 KiB and there are 300 KiB: of HBM 60.0 KiB for each .*, of DRAM 240 KiB, of NVMe 0 B; "),
+        (20, 0, "; raise tiers.dram.bytes or tiers.nvme.bytes$"),
+        (40, 20, "of DRAM 240 KiB, of NVMe 0 B; raise tiers.dram.tenant_bytes$"),
     ],
 )
-def test_what_fits_neither_hbm_nor_the_shelves_is_refused_with_the_sums(
-    dram_rows: int, sums: str, checkpoint: Path
+def test_what_fits_neither_hbm_nor_the_shelves_is_refused_with_the_sums_and_a_way_out(
+    dram_rows: int, quota_rows: int, sums: str, checkpoint: Path
 ) -> None:
     row_bytes = 3 * 4096
-    sizes: dict[str, object] = {"tiers__dram__bytes": dram_rows * (row_bytes + 4096)}
+    slot_bytes = row_bytes + 4096
+    sizes: dict[str, object] = {"tiers__dram__bytes": dram_rows * slot_bytes}
+    sizes["tiers__dram__tenant_bytes"] = quota_rows * slot_bytes
     with opened(checkpoint, tiers__hbm__bytes=20 * row_bytes, **sizes) as engine:
-        fits = max(20, 5 + dram_rows) * BLOCK
+        fits = max(20, 5 + (quota_rows or dram_rows)) * BLOCK
         with pytest.raises(InvalidRequest, match=sums):
-            engine.generate([[3] * (fits + 1)], SamplingParams(max_tokens=1))
-        [done] = engine.generate([[3] * fits], SamplingParams(max_tokens=1))
+            engine.generate([[3] * (fits + 1)], SamplingParams(max_tokens=1), cache_tenant="someone")
+        [done] = engine.generate([[3] * fits], SamplingParams(max_tokens=1), cache_tenant="someone")
         assert len(done.token_ids) == 1
 
 
