@@ -11,7 +11,8 @@ from kvtier.block import Tier
 from kvtier.homes import Homes, Move, MoveStage
 from kvtier.record import Lease, Record
 from kvtier.row_asking import RETRY_S, Question
-from kvtier.shelf import Reply, Shelf, ShelfDone, ShelfOutcome
+from kvtier.shelf import Shelf, ShelfDone, ShelfOutcome
+from kvtier.ticket import Reply
 
 
 class LeaseAsking:

@@ -1,4 +1,4 @@
-"""What a process can run out of besides memory: descriptors and threads.
+"""What a process can run out of besides memory: descriptors, threads and memory that it may lock.
 
 Tells errors that mean this from others, and names the limit and the way out. Knows nothing of who met them. Used by
 the engine and by both ends of the line to a keeper.
@@ -12,6 +12,7 @@ import os
 import resource
 from collections.abc import Iterator
 
+from kvtier.byte_text import bytes_text
 from kvtier.errors import ConfigError
 
 _NO_THREAD = "can't start new thread"
@@ -32,6 +33,20 @@ def what_is_short(error: BaseException | None) -> str:
             return f"{_NO_THREAD}; raise `ulimit -u`, pids.max of the cgroup, or its memory"
         error = error.__cause__ or error.__context__
     return ""
+
+
+def why_not_registered(number: int) -> str:
+    """What an error with memory to be registered with an io_uring means, and the way out."""
+    if number == errno.ENOMEM:
+        limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        text = "without limit" if limit == resource.RLIM_INFINITY else bytes_text(limit)
+        return (
+            f"its memory cannot be registered with io_uring, a process may lock {text} here; raise `ulimit -l` (for a "
+            "container `--ulimit memlock=-1`)"
+        )
+    if number == errno.EINVAL:
+        return "its memory cannot be registered with io_uring, which needs Linux 5.19 or later"
+    return f"its memory cannot be registered with io_uring: {os.strerror(number)}"
 
 
 @contextlib.contextmanager

@@ -17,9 +17,10 @@ from kvtier.cost import NO_WORK, CostModel, LoadPolicy, Span, Work
 from kvtier.fetch import Arrival, Fetch
 from kvtier.lane import Lane
 from kvtier.metrics import Metrics
+from kvtier.record import Record
 from kvtier.resident import ResidentBlocks
 from kvtier.retention import retention_of
-from kvtier.shelf import ReadItem, Record, Shelf, ShelfDone, ShelfOutcome
+from kvtier.shelf import ReadItem, Shelf, ShelfDone, ShelfOutcome
 from kvtier.tiers.arena import Arena
 
 WINDOW_BLOCKS = 64

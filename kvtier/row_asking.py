@@ -10,7 +10,8 @@ from collections.abc import Mapping
 
 from kvtier.block import Tier
 from kvtier.homes import Homes
-from kvtier.shelf import Reply, Shelf
+from kvtier.shelf import Shelf
+from kvtier.ticket import Reply
 
 RETRY_S = 0.05
 """What could not be had is asked for again after this long."""

@@ -20,7 +20,7 @@ from kvtier.io.base import IoEngine
 from kvtier.reads import ShelfReads
 from kvtier.record import Lease, Record
 from kvtier.retention import Retention
-from kvtier.ticket import ReadItem, Reply, ShelfDone, ShelfLimits, ShelfOperation, ShelfOutcome, WriteItem
+from kvtier.ticket import ReadItem, ShelfDone, ShelfLimits, ShelfOperation, ShelfOutcome, WriteItem
 from kvtier.tiers.arena import Arena, Window
 from kvtier.tiers.crossings import Crossings
 from kvtier.tiers.header import HEADER_BYTES, RowFormat
@@ -30,14 +30,10 @@ from kvtier.watch import TransferWatch
 from kvtier.writes import ShelfWrites
 
 __all__ = [
-    "Lease",
     "ReadItem",
-    "Record",
-    "Reply",
     "Shelf",
     "ShelfDone",
     "ShelfLimits",
-    "ShelfOperation",
     "ShelfOutcome",
     "WriteItem",
 ]
@@ -100,6 +96,10 @@ class Shelf:
         if self.tier is Tier.DRAM:
             length = self._slab.slot_count * self._slab.slot_bytes - HEADER_BYTES
             self._window = arena.window(self._slab.address(0), length)
+
+    def write_from(self, dram: Shelf) -> None:
+        """Rows to be written will come from there: see `IoEngine.register_memory`."""
+        self._transfers.register_memory(dram._slab.memory)
 
     @property
     def in_flight(self) -> int:

@@ -10,9 +10,10 @@ import functools
 from dataclasses import dataclass
 
 from kvtier.block import BlockHash, Tier
+from kvtier.record import Lease
 from kvtier.resident import ResidentBlocks
 from kvtier.retention import PLAIN, Retention, retention_of
-from kvtier.shelf import Lease, Shelf, WriteItem
+from kvtier.shelf import Shelf, WriteItem
 from kvtier.tiers.arena import Arena
 
 

@@ -23,9 +23,10 @@ from kvtier.promotion import Promoter
 from kvtier.reopening import Reopening, ShelfOpener, ShelfSource
 from kvtier.resident import ResidentBlocks
 from kvtier.retention import PLAIN, Retention
-from kvtier.shelf import Shelf, ShelfOperation
+from kvtier.shelf import Shelf
 from kvtier.stager import Stager
 from kvtier.store_report import StoreReport
+from kvtier.ticket import ShelfOperation
 from kvtier.tiers.arena import Arena
 from kvtier.tiers.staging import StagingMemory
 
@@ -86,6 +87,8 @@ class Store:
         farther = {tier: self._shelves.pop(tier) for tier in list(self._shelves) if shelf.tier is Tier.DRAM}
         self._shelves[shelf.tier] = shelf
         self._shelves |= farther
+        if (dram := self._shelves.get(Tier.DRAM)) and (nvme := self._shelves.get(Tier.NVME)):
+            nvme.write_from(dram)
         self._report.begin(shelf)
         if opener is not None:
             self._reopening.know(shelf.tier, opener)

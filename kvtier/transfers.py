@@ -106,6 +106,11 @@ class RowTransfers:
         self._closed = False
         self._read_pages, self._write_pages = AlignedPages(in_flight_max), AlignedPages(in_flight_max)
 
+    def register_memory(self, memory: memoryview) -> None:
+        """Rows to be written will lie in this memory; see `IoEngine`."""
+        for one in (self._write_pages.memory, memory):
+            self._engine.register_memory(one)
+
     def __len__(self) -> int:
         return len(self._flights)
 

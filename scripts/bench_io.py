@@ -31,7 +31,8 @@ DESCRIPTION = """\
 Measure slab, I/O engine and verification together, with rows that are not in any cache, beside what fio gets of the
 same disk at the same length and depth. The goals: 0.95 of fio, at most 35 ms of CPU per GB for I/O and 45 for
 verification, 0.7 of the rate with a Python thread that never rests. Beside the CPU of I/O stands that of fio, beside
-that of verification what it takes to read the memory of the rows once. Twice --gib of the disk are written and given
+that of verification what it takes to read the memory of the rows once. Stores come out of huge pages, as HBM has them,
+and out of a DRAM shelf's memory, which is registered with io_uring, and once more is not. Twice --gib of the disk are written and given
 back.
 """
 ENGINES = ("uring", "threads")
@@ -105,10 +106,12 @@ def one_round(tier: NvmeTier, fio: Fio | None, case: Case, number: int) -> Round
     if not number % 2:
         load, store = tier.load(io, number), tier.store(io, number)
     plain_load, plain_store = tier.load(io, number, verified=False), tier.store(io, number, summed=False)
+    dram_store, unregistered = (tier.store_from_dram(io, number, registered) for registered in (True, False))
     memory = tier.read_memory(number)
     with busy_thread():
         busy_load = tier.load(io, number)
-    return Round(load, store, plain_load, plain_store, memory, busy_load, fio_load, fio_store)
+    own = (load, store, plain_load, plain_store, dram_store, unregistered, memory, busy_load)
+    return Round(*own, fio_load, fio_store)
 
 
 def _row_bytes(text: str) -> int:

@@ -32,6 +32,7 @@ SUITES = (
     "test_native_reading.py",
     "test_checksum.py",
     "test_uring.py",
+    "test_uring_registered.py",
 )
 """Tests of the native module, in tests/unit; those that are there are run."""
 OURS = re.compile(r"_native|kvtier/native")

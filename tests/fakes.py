@@ -78,6 +78,9 @@ class SteppedIo:
             taken += 1
         return taken
 
+    def register_memory(self, memory: memoryview) -> None:
+        """Nothing comes of it."""
+
     def room(self, operation: Operation) -> int:
         return self._queue_max - self._unpolled[operation]
 

@@ -21,11 +21,13 @@ from kvtier.cache_directory import layout_name
 from kvtier.config import IoConfig
 from kvtier.directory import Directory
 from kvtier.io.base import KernelCalls, SystemCalls
+from kvtier.record import Record
 from kvtier.replay import JOURNAL_NAME
 from kvtier.retention import PLAIN, Retention
-from kvtier.shelf import ReadItem, Record, Reply, Shelf, ShelfDone, ShelfLimits, ShelfOutcome, WriteItem
+from kvtier.shelf import ReadItem, Shelf, ShelfDone, ShelfLimits, ShelfOutcome, WriteItem
 from kvtier.shelves import open_dram_shelf, open_nvme_shelf
 from kvtier.terms import STANDARD, Terms
+from kvtier.ticket import Reply
 
 LAYOUT = KVLayout(layers=3, kv_heads=1, head_dim=16, block_tokens=16, dtype="float32")
 NAMESPACE = hashlib.sha256(b"a model").digest()

@@ -99,6 +99,12 @@ class IoEngine(Protocol):
     def poll(self) -> list[IoResult]:
         """Results since the last call, in order of completion. Re-raises what a `prepare` or `then` raised."""
 
+    def register_memory(self, memory: memoryview) -> None:
+        """Writes will come from this memory, again and again: an engine may have its pages pinned once for all of them.
+
+        It stays mapped until the engine is gone. Returns at once; whatever comes of it, writes go on as before.
+        """
+
     def cancel(self, operation: Operation) -> None:
         """End what waits in this operation's queue and has not started, with ECANCELED; the next poll says so."""
 
@@ -150,6 +156,15 @@ class Ring(Protocol):
 
     def wake(self) -> None:
         """Ring the bell; from any thread."""
+
+    def register_memory(self, memory: memoryview) -> None:
+        """Have the kernel pin this memory once, not for each request whose last buffer lies in it; keeps it mapped.
+
+        If it refuses, the bell rings, `refusal` says the number of its error, and nothing else changes.
+        """
+
+    def refusal(self) -> int:
+        """The number of the last error with memory to be registered; 0: none."""
 
     def close(self) -> bool:
         """Take no more. Whether it is gone, once nothing is in the kernel any more; ask again when the bell rings."""

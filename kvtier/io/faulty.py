@@ -193,6 +193,7 @@ class FaultyRing:
     def __init__(self, calls: FaultyCalls, inner: Ring, depth: int) -> None:
         self._calls = calls
         self._inner = inner
+        self.register_memory, self.refusal = inner.register_memory, inner.refusal
         self._depth = depth
         self._lock = threading.Lock()
         self._waiting: deque[IoRequest] = deque()

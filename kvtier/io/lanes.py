@@ -29,6 +29,9 @@ class Lane(Protocol):
     def push(self, requests: list[IoRequest]) -> None:
         """Take requests; `hire` has just said yes."""
 
+    def register_memory(self, memory: memoryview) -> None:
+        """Requests will come with buffers in this memory; see `IoEngine`."""
+
     def cancel(self) -> list[int]:
         """Take back what has not started; returns its tags, which get no result."""
 
@@ -108,6 +111,10 @@ class LanedEngine:
     def poll(self) -> list[IoResult]:
         """See `IoEngine`."""
         return self._outcomes.poll()
+
+    def register_memory(self, memory: memoryview) -> None:
+        """See `IoEngine`."""
+        self._writes.register_memory(memory)
 
     def cancel(self, operation: Operation) -> None:
         """See `IoEngine`."""

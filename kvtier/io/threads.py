@@ -79,6 +79,9 @@ class ThreadLane:
             self._waiting.extend(requests)
             self._changed.notify(len(requests))
 
+    def register_memory(self, memory: memoryview) -> None:
+        """See `Lane`: calls know no such memory."""
+
     def cancel(self) -> list[int]:
         """See `Lane`."""
         with self._changed:

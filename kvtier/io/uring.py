@@ -8,6 +8,7 @@ all that ended together. Knows nothing of what the bytes mean. Used for NVMe, by
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import time
@@ -18,7 +19,10 @@ from collections.abc import Callable
 from kvtier.io.base import IoRequest, IoResult, Ring, SystemCalls
 from kvtier.io.lanes import LanedEngine, Outcomes
 from kvtier.io.piecemeal import Piecemeal
+from kvtier.process_limits import why_not_registered
 from kvtier.tiers.checksum import sum_rows
+
+_log = logging.getLogger(__name__)
 
 PREPARED_TOGETHER = 8
 """Requests whose buffers are summed in one go: what comes back to Python often waits long for the GIL."""
@@ -59,6 +63,8 @@ class RingLane:
         self._outcomes = outcomes
         self._thread: threading.Thread | None = None
         self._preparing: deque[IoRequest] = deque()
+        self._refused = False
+        """The kernel would not register memory, and that has been said."""
         self._piecemeal: dict[int, Piecemeal] = {}
         """What did not move at once, by tag."""
         self._changed = threading.Condition()
@@ -87,6 +93,10 @@ class RingLane:
             self._ring.wake()
         if ready:
             self._ring.push(ready)
+
+    def register_memory(self, memory: memoryview) -> None:
+        """See `Lane`."""
+        self._ring.register_memory(memory)
 
     def cancel(self) -> list[int]:
         """See `Lane`."""
@@ -134,6 +144,9 @@ class RingLane:
 
     def _turn(self) -> None:
         """All that there is to do now. Nothing of a request is held on to after it."""
+        if not self._refused and (refusal := self._ring.refusal()):
+            self._refused = True
+            _log.warning("io.engine: writes from DRAM cost more CPU: %s", why_not_registered(refusal))
         errors = self._prepare()
         results, others = self._ring.take()
         rest: list[IoRequest] = []

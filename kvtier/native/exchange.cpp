@@ -63,6 +63,24 @@ void Exchange::wake() {
     ring_bell();
 }
 
+void Exchange::register_memory(iovec memory) {
+    std::lock_guard lock(mutex_);
+    memories_.push_back(memory);
+    fed_.notify_one();
+    if (std::exchange(sleeps_, false)) signal(alarm_);
+}
+
+int Exchange::refusal() {
+    std::lock_guard lock(mutex_);
+    return refusal_;
+}
+
+void Exchange::refused(int error) {
+    std::lock_guard lock(mutex_);
+    refusal_ = error;
+    ring_bell();
+}
+
 bool Exchange::close() {
     std::lock_guard lock(mutex_);
     stop_ = true;
@@ -84,11 +102,12 @@ void Exchange::begun(int failure) {
     begun_.notify_all();
 }
 
-bool Exchange::take_moves(std::vector<Move>& moves, std::size_t room) {
+bool Exchange::take_work(std::vector<Move>& moves, std::size_t room, std::vector<iovec>& memories) {
     moves.clear();
     std::unique_lock lock(mutex_);
-    fed_.wait(lock, [this] { return !queue_.empty() || moving_ != 0 || stop_; });
-    if (queue_.empty() && moving_ == 0) return false;
+    fed_.wait(lock, [this] { return !queue_.empty() || moving_ != 0 || !memories_.empty() || stop_; });
+    memories = std::exchange(memories_, {});
+    if (queue_.empty() && moving_ == 0) return !stop_;
     const auto end = queue_.begin() + std::ptrdiff_t(std::min(room, queue_.size()));
     moves.assign(std::move_iterator(queue_.begin()), std::move_iterator(end));
     queue_.erase(queue_.begin(), end);

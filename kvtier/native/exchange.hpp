@@ -32,14 +32,18 @@ class Exchange {
     std::vector<End> take();
     int bell() const { return bell_; }
     void wake();
+    void register_memory(iovec memory);
+    int refusal();        // the number of the last error with memory that was to be registered; 0: none
     bool close();         // whether the thread has left
     int wait_for_thread();  // what it said when it had begun
 
     // ---- the thread
 
     void begun(int failure);
-    // Takes up to `room` moves, waiting while there is nothing to do; false: there never will be.
-    bool take_moves(std::vector<Move>& moves, std::size_t room);
+    // Takes up to `room` moves and all memory to be registered, waiting while there is nothing to do; false: there never
+    // will be.
+    bool take_work(std::vector<Move>& moves, std::size_t room, std::vector<iovec>& memories);
+    void refused(int error);  // memory that was to be registered; rings the bell
     // Hands ends over, and empties `ends`; the thread is no longer about to sleep in the kernel. While much waits in the
     // queue, callers hear of ends by the batch: the bell may be held back, if the thread's sleep in the kernel can time
     // out. Returns in how many ns at most it must be here again; 0: whenever more has ended.
@@ -56,12 +60,13 @@ class Exchange {
     std::condition_variable fed_;    // the thread sleeps on it while nothing is in the kernel
     std::condition_variable begun_;  // the constructor of the ring sleeps on it
     std::deque<Move> queue_;
+    std::vector<iovec> memories_;  // to be registered
     std::vector<End> ends_;
     std::size_t moving_ = 0;  // taken from the queue and not among the ends yet
     bool sleeps_ = false;     // the thread sleeps in the kernel with room for more, or is about to
     std::int64_t held_since_ns_ = 0;  // the bell is held back; 0: it is not
     bool has_begun_ = false, stop_ = false, rung_ = false, left_ = false;
-    int failure_ = 0;
+    int failure_ = 0, refusal_ = 0;
     int alarm_ = -1, bell_ = -1;
 };
 

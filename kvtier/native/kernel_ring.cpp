@@ -13,7 +13,7 @@ namespace kvtier {
 namespace {
 
 // The same numbers on every architecture, and newer than some C libraries and kernel headers.
-constexpr long SETUP_CALL = 425, ENTER_CALL = 426;
+constexpr long SETUP_CALL = 425, ENTER_CALL = 426, REGISTER_CALL = 427;
 constexpr unsigned SINGLE_ISSUER = 1u << 12, DEFER_TASKRUN = 1u << 13, COOP_TASKRUN = 1u << 8;
 constexpr unsigned SETUP_FLAGS[] = {SINGLE_ISSUER | DEFER_TASKRUN, COOP_TASKRUN, 0};  // Linux 6.1, 5.19, 5.4
 
@@ -24,6 +24,19 @@ struct WaitArgument {
     std::uint64_t timeout;
 };
 constexpr unsigned WAIT_ARGUMENT_FEATURE = 1u << 8, WAIT_ARGUMENT_FLAG = 1u << 3;
+
+// io_uring_rsrc_register and io_uring_rsrc_update2, likewise.
+struct TableArgument {
+    std::uint32_t place_count, flags;
+    std::uint64_t reserved, buffers, tags;
+};
+struct EntryArgument {
+    std::uint32_t place, reserved;
+    std::uint64_t buffers, tags;
+    std::uint32_t count, reserved_too;
+};
+constexpr unsigned REGISTER_TABLE = 15, REGISTER_ENTRY = 16;
+constexpr std::uint32_t SPARSE = 1;
 
 }  // namespace
 
@@ -72,6 +85,16 @@ void KernelRing::unmap() {
 void KernelRing::close() {
     const int descriptor = std::exchange(ring_, -1);  // first: a child may be forked here
     if (descriptor >= 0) ::close(descriptor);
+}
+
+int KernelRing::make_buffer_table(unsigned place_count) {
+    const TableArgument argument{place_count, SPARSE, 0, 0, 0};
+    return syscall(REGISTER_CALL, ring_, REGISTER_TABLE, &argument, sizeof argument) < 0 ? errno : 0;
+}
+
+int KernelRing::register_buffer(unsigned place, iovec memory) {
+    const EntryArgument argument{place, 0, reinterpret_cast<std::uint64_t>(&memory), 0, 1, 0};
+    return syscall(REGISTER_CALL, ring_, REGISTER_ENTRY, &argument, sizeof argument) < 0 ? errno : 0;
 }
 
 io_uring_sqe& KernelRing::next_entry() {

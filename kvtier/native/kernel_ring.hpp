@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include <sys/mman.h>
+#include <sys/uio.h>
 
 #if __has_include(<linux/io_uring.h>)
 #include <linux/io_uring.h>
@@ -22,6 +23,11 @@ class KernelRing {
     int open(unsigned entry_count);  // 0, or the number of an error, with what was opened left to close()
     void unmap();
     void close();  // the descriptor; any thread, and a forked child
+
+    // A table of registered buffers, empty at first, and an entry of it; its pages are pinned until the descriptor is
+    // closed. 0, or the number of an error: EINVAL where the kernel is older than Linux 5.19, ENOMEM at RLIMIT_MEMLOCK.
+    int make_buffer_table(unsigned place_count);
+    int register_buffer(unsigned place, iovec memory);
 
     io_uring_sqe& next_entry();  // cleared; the kernel looks at it when it is entered next
     bool can_time_out() const { return can_time_out_; }

@@ -14,6 +14,7 @@
 #include "checksum.hpp"
 #include "exchange.hpp"
 #include "kernel_ring.hpp"
+#include "under_way.hpp"
 
 namespace kvtier {
 
@@ -44,18 +45,10 @@ void pause_ns(long nanoseconds) {
     nanosleep(&span, nullptr);
 }
 
-// One move in the kernel; its parts must stay where they are until it has ended.
-struct Slot {
-    Move move;
-    std::int64_t started_ns;
-};
-
 }  // namespace
 
 struct Ring::State {
-    explicit State(int depth_) : depth(depth_), slots(depth_) {
-        for (int slot = depth - 1; slot >= 0; --slot) free.push_back(slot);
-    }
+    explicit State(int depth_) : depth(depth_), under_way(kernel, depth_) {}
 
     ~State() {
         if (!exchange.forked()) close_descriptors();
@@ -72,8 +65,7 @@ struct Ring::State {
     // ---- the ring's thread alone
 
     const int depth;
-    std::vector<Slot> slots;
-    std::vector<int> free;
+    UnderWay under_way;
     bool alarm_armed = false;
     bool flowing = false;  // something has ended since it last slept in vain
     std::int64_t bell_within_ns = 0;  // it is held back, and may be for so long; 0: it is not
@@ -85,16 +77,15 @@ struct Ring::State {
     void run();
     int open();
     void sum();
-    void enter_move(Move move);
     void arm_alarm();
     void enter(bool sleep);
     void give_back_unsubmitted(int error);
     void reap();
-    void end(int slot, int result);
+    void end(std::uint64_t entry, int result);
 };
 
 int Ring::State::open() {
-    if (const int error = kernel.open(unsigned(depth) + 1)) return error;  // one more for the alarm
+    if (const int error = kernel.open(UnderWay::entries_max(depth) + 1)) return error;  // one more for the alarm
     return exchange.open();
 }
 
@@ -105,8 +96,13 @@ void Ring::State::run() {
     const int error = open();
     exchange.begun(error);
     std::vector<Move> moves;
-    while (!error && exchange.take_moves(moves, free.size())) {
-        for (Move& move : moves) enter_move(std::move(move));
+    std::vector<iovec> memories;
+    while (!error && exchange.take_work(moves, under_way.room(), memories)) {
+        for (const iovec& memory : memories) {
+            if (const int refusal = under_way.register_memory(memory)) exchange.refused(refusal);
+        }
+        for (Move& move : moves) under_way.begin(std::move(move), now_ns());
+        if (under_way.count() == 0 && ends.empty()) continue;
         if (!alarm_armed) arm_alarm();
         enter(ends.empty());
         sum();  // while the disk has work again
@@ -130,25 +126,6 @@ void Ring::State::sum() {
     done.clear();
 }
 
-void Ring::State::enter_move(Move given) {
-    constexpr std::uint8_t codes[] = {IORING_OP_READV, IORING_OP_WRITEV, IORING_OP_FSYNC};
-    const int slot = free.back();
-    free.pop_back();
-    slots[slot] = {std::move(given), now_ns()};
-    const Move& move = slots[slot].move;
-    io_uring_sqe& entry = kernel.next_entry();
-    entry.opcode = codes[int(move.operation)];
-    entry.fd = move.descriptor;
-    entry.user_data = std::uint64_t(slot);
-    if (move.operation == Operation::sync) {
-        entry.fsync_flags = IORING_FSYNC_DATASYNC;
-        return;
-    }
-    entry.off = move.offset;
-    entry.addr = reinterpret_cast<std::uint64_t>(move.parts.data());
-    entry.len = unsigned(move.parts.size());
-}
-
 void Ring::State::arm_alarm() {
     io_uring_sqe& entry = kernel.next_entry();
     entry.opcode = IORING_OP_POLL_ADD;
@@ -160,7 +137,7 @@ void Ring::State::arm_alarm() {
 
 // Hands over what is new, and may sleep until something ended or more came into the queue.
 void Ring::State::enter(bool sleep) {
-    const int inside = depth - int(free.size()), together = std::min(inside / TOGETHER_SHARE, TOGETHER_MAX);
+    const int inside = under_way.count(), together = std::min(inside / TOGETHER_SHARE, TOGETHER_MAX);
     unsigned least = sleep ? 1 : 0;
     std::int64_t longest_ns = sleep ? bell_within_ns : 0;
     if (sleep && together > 1 && flowing && kernel.can_time_out()) {
@@ -182,7 +159,7 @@ void Ring::State::give_back_unsubmitted(int error) {
         if (who == ALARM) {
             alarm_armed = false;
         } else {
-            end(int(who), -error);
+            end(who, -error);
         }
     });
 }
@@ -193,22 +170,22 @@ void Ring::State::reap() {
             exchange.silence();
             alarm_armed = false;
         } else {
-            end(int(who), result);
+            end(who, result);
             flowing = true;
         }
     });
 }
 
-void Ring::State::end(int slot, int result) {
-    free.push_back(slot);
-    Slot& ended = slots[slot];
-    const bool whole = result == ended.move.total_bytes();
-    ends.push_back({ended.move.owner, ended.move.tag, result, whole, ended.started_ns, now_ns(), {}});
-    done.push_back(std::move(ended.move));
+void Ring::State::end(std::uint64_t entry, int result) {
+    Move move;
+    End ended;
+    if (!under_way.end(entry, result, now_ns(), move, ended)) return;
+    ends.push_back(std::move(ended));
+    done.push_back(std::move(move));
 }
 
 Ring::Ring(int depth) {
-    if (depth < 1 || depth > 16384) throw std::invalid_argument("depth must be 1 to 16384");
+    if (depth < 1 || depth > 8192) throw std::invalid_argument("depth must be 1 to 8192");
     state_ = std::make_shared<State>(depth);
     std::thread([state = state_] { state->run(); }).detach();
     const int error = state_->exchange.wait_for_thread();
@@ -245,6 +222,14 @@ void Ring::wake() {
     if (!state_->exchange.forked()) state_->exchange.wake();
 }
 
+void Ring::register_memory(iovec memory) {
+    if (!state_->exchange.forked()) state_->exchange.register_memory(memory);
+}
+
+int Ring::refusal() const { return state_->exchange.forked() ? 0 : state_->exchange.refusal(); }
+
+std::uint64_t Ring::registered_moves() const { return state_->under_way.registered_moves(); }
+
 bool Ring::close() {
     if (state_->exchange.forked()) return true;
     const bool left = state_->exchange.close();
@@ -267,6 +252,9 @@ std::vector<Move> Ring::cancel() { return {}; }
 std::vector<End> Ring::take() { return {}; }
 int Ring::bell() const { return -1; }
 void Ring::wake() {}
+void Ring::register_memory(iovec) {}
+int Ring::refusal() const { return 0; }
+std::uint64_t Ring::registered_moves() const { return 0; }
 bool Ring::close() { return true; }
 void Ring::after_fork_in_child() {}
 

@@ -52,6 +52,11 @@ class Ring {
     std::vector<End> take();             // what has ended
     int bell() const;  // an eventfd: rings when take() has something, later if more waits; at wake(); at the very end
     void wake();
+    // From when the thread has seen to it, moves whose last part lies in this memory, which must stay mapped for as long
+    // as moves are pushed, cost less; if the kernel refuses, the bell rings, and nothing else changes.
+    void register_memory(iovec memory);
+    int refusal() const;                   // the number of the kernel's last such error; 0: none
+    std::uint64_t registered_moves() const;  // how many have gone to the kernel so
     bool close();  // takes no more; whether its thread and descriptors are gone, which the bell tells, too
     void after_fork_in_child();
 

@@ -87,6 +87,14 @@ class RequestRing {
         return nb::make_tuple(results, others);
     }
 
+    // Keeps the memory mapped for as long as there is this ring: no later mapping shall be taken for it.
+    void register_memory(nb::object memory) {
+        const iovec span = span_of(memory, true);
+        if (span.iov_len == 0) return;
+        memories_.push_back(std::move(memory));
+        ring_.register_memory(span);
+    }
+
     Ring& ring() { return ring_; }
 
   private:
@@ -136,6 +144,7 @@ class RequestRing {
     const std::size_t slice_bytes_;
     const nb::tuple operations_;
     const nb::type_object result_;
+    std::vector<nb::object> memories_;
     Ring ring_;
 };
 
@@ -158,6 +167,9 @@ void add_uring(nb::module_& module) {
         .def("take", &RequestRing::take)
         .def_prop_ro("bell", [](RequestRing& self) { return self.ring().bell(); })
         .def("wake", [](RequestRing& self) { self.ring().wake(); })
+        .def("register_memory", &RequestRing::register_memory, "memory"_a)
+        .def("refusal", [](RequestRing& self) { return self.ring().refusal(); })
+        .def_prop_ro("registered_moves", [](RequestRing& self) { return self.ring().registered_moves(); })
         .def("close", [](RequestRing& self) { return self.ring().close(); })
         .def("after_fork_in_child", [](RequestRing& self) { self.ring().after_fork_in_child(); });
 }

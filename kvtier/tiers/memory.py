@@ -74,8 +74,9 @@ class AlignedPages:
     def __init__(self, count: int) -> None:
         mapping = mmap.mmap(-1, count * ALIGNMENT, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         populate(mapping)
-        self._view = memoryview(mapping)
-        self._free = [self._view[start : start + ALIGNMENT] for start in range(0, count * ALIGNMENT, ALIGNMENT)]
+        self.memory = memoryview(mapping)
+        """All of them."""
+        self._free = [self.memory[start : start + ALIGNMENT] for start in range(0, count * ALIGNMENT, ALIGNMENT)]
 
     def __len__(self) -> int:
         return len(self._free)

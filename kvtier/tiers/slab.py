@@ -64,11 +64,16 @@ class Slab:
         assert 0 <= slot < self.slot_count, slot
         return self.base_bytes + slot * self.slot_bytes
 
+    @property
+    def memory(self) -> memoryview:
+        """All of DRAM's slots in place."""
+        assert self.mapping is not None, "rows of NVMe cannot be viewed in place"
+        return memoryview(self.mapping)
+
     def view(self, slot: int) -> memoryview:
         """A DRAM slot's row in place."""
-        assert self.mapping is not None, "rows of NVMe cannot be viewed in place"
         start = self.offset(slot) + HEADER_BYTES
-        return memoryview(self.mapping)[start : start + self.slot_bytes - HEADER_BYTES]
+        return self.memory[start : start + self.slot_bytes - HEADER_BYTES]
 
     def address(self, slot: int) -> int:
         """Where a DRAM slot's row begins in this process; valid while the mapping lives."""

@@ -25,6 +25,10 @@ class Round:
     """Without verification."""
     plain_store: Pass
     """With sums that were known."""
+    dram_store: Pass
+    """Likewise, out of a DRAM shelf's memory."""
+    unregistered_store: Pass
+    """Likewise, with its pages pinned anew for each row."""
     memory: Pass
     """The memory that rows are read into, read once."""
     busy_load: Pass
@@ -59,6 +63,8 @@ class Case:
             "load_verify_ms_gb": middle(lambda one: one.load.cpu_ms_gb - one.plain_load.cpu_ms_gb),
             "store_io_ms_gb": middle(lambda one: one.plain_store.cpu_ms_gb),
             "store_sums_ms_gb": middle(lambda one: one.store.cpu_ms_gb - one.plain_store.cpu_ms_gb),
+            "dram_store_ms_gb": middle(lambda one: one.dram_store.cpu_ms_gb),
+            "unregistered_store_ms_gb": middle(lambda one: one.unregistered_store.cpu_ms_gb),
             "memory_read_ms_gb": middle(lambda one: one.memory.cpu_ms_gb),
             "busy_of_load": middle(lambda one: one.busy_load.bytes_s / one.load.bytes_s),
         }
@@ -82,7 +88,18 @@ def print_report(cases: Sequence[Case], console: Console) -> None:
     table = Table(title="The NVMe tier alone, medians of rounds in turn; CPU in ms per GB")
     for name in ("rows", "depth", "engine", "load GB/s", "of fio", "store GB/s", "of fio"):
         table.add_column(name, justify="left" if name == "engine" else "right")
-    for name in ("I/O: load", "of fio", "store", "of fio", "verify: load", "store", "one read", "beside busy Python"):
+    for name in (
+        "I/O: load",
+        "of fio",
+        "store",
+        "of fio",
+        "from DRAM",
+        "unregistered",
+        "verify: load",
+        "store",
+        "one read",
+        "beside busy Python",
+    ):
         table.add_column(name, justify="right")
     for case in cases:
         found = case.numbers()
@@ -91,6 +108,7 @@ def print_report(cases: Sequence[Case], console: Console) -> None:
             *(_shown(found[key], 2) for key in ("load_gb_s", "load_of_fio", "store_gb_s", "store_of_fio")),
             *(_shown(found[key], 0) for key in ("load_io_ms_gb", "fio_load_ms_gb")),
             *(_shown(found[key], 0) for key in ("store_io_ms_gb", "fio_store_ms_gb")),
+            *(_shown(found[key], 0) for key in ("dram_store_ms_gb", "unregistered_store_ms_gb")),
             *(_shown(found[key], 0) for key in ("load_verify_ms_gb", "store_sums_ms_gb", "memory_read_ms_gb")),
             _shown(found["busy_of_load"], 2),
         )

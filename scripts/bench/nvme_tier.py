@@ -27,7 +27,7 @@ from kvtier.ticket import ShelfLimits, ShelfOperation
 from kvtier.tiers.checksum import slice_sums
 from kvtier.tiers.header import RowFormat, Verdict
 from kvtier.tiers.memory import advise_huge, populate
-from kvtier.tiers.slab import open_nvme_slab
+from kvtier.tiers.slab import make_dram_slab, open_nvme_slab
 from kvtier.transfers import RowTransfers, Transfer
 
 SLICES = 32
@@ -67,6 +67,10 @@ class PlainEngine:
     def submit(self, requests: Sequence[IoRequest]) -> int:
         """See `IoEngine`."""
         return self._inner.submit([IoRequest(*request[:5]) for request in requests])
+
+    def register_memory(self, memory: memoryview) -> None:
+        """See `IoEngine`."""
+        self._inner.register_memory(memory)
 
     def room(self, operation: Operation) -> int:
         """See `IoEngine`."""
@@ -110,12 +114,16 @@ class NvmeTier:
         chance = random.Random(row_bytes)
         for buffer in self._buffers[:DISTINCT]:
             buffer[:] = chance.randbytes(row_bytes)
+        self._dram = make_dram_slab(self._form.slot_bytes, DISTINCT)
+        for slot, buffer in enumerate(self._buffers[:DISTINCT]):
+            self._dram.view(slot)[:] = buffer
         self._sums = [slice_sums(buffer, row_bytes // SLICES) for buffer in self._buffers[:DISTINCT]]
         self.store(IoConfig(depth=16), 0)
 
     def close(self) -> None:
         """Close the slab and take its bytes from the disk."""
         self._slab.close()
+        self._dram.close()
         shutil.rmtree(self._folder)
 
     def load(self, io: IoConfig, seed: int, verified: bool = True) -> Pass:
@@ -131,6 +139,11 @@ class NvmeTier:
             record = self._record(slot)
             rows.append((record if not summed else record._replace(sums=b""), self._buffers[slot % DISTINCT]))
         return self._move(io, ShelfOperation.WRITE, rows, [])
+
+    def store_from_dram(self, io: IoConfig, seed: int, registered: bool) -> Pass:
+        """Write every row once, with known sums, out of a DRAM shelf's memory, `registered` as it is in an engine."""
+        rows = [(self._record(slot), self._dram.view(slot % DISTINCT)) for slot in self._order(seed)]
+        return self._move(io, ShelfOperation.WRITE, rows, [], memory=self._dram.memory if registered else None)
 
     def read_memory(self, seed: int) -> Pass:
         """Read the memory that rows are read into once, row by row in random order: the least that any check costs."""
@@ -157,13 +170,19 @@ class NvmeTier:
         rows: Sequence[tuple[Record, memoryview | None]],
         targets: list[memoryview],
         verified: bool = True,
+        memory: memoryview | None = None,
     ) -> Pass:
-        """One pass. A row without a buffer of its own takes one of `targets` while it is under way."""
+        """One pass. A row without a buffer of its own takes one of `targets` while it is under way.
+
+        `memory` is registered before.
+        """
         rung = threading.Event()
         in_flight_max = min(io.in_flight_max, len(targets) or len(self._buffers))
         limits = ShelfLimits(in_flight_max)
         engine = nvme_engine(self._slab, self._form, io, limits, rung.set, None)
         moves = RowTransfers(self._form, self._slab, engine if verified else PlainEngine(engine), in_flight_max)
+        if memory is not None:
+            moves.register_memory(memory)
         started, cpu_started = time.perf_counter(), time.process_time()
         try:
             self._run(operation, rows, list(targets), moves, in_flight_max, rung)

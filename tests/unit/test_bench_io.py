@@ -29,6 +29,7 @@ def test_all_rows_are_moved_and_a_wrong_one_is_no_result(tmp_path: Path) -> None
     tier = NvmeTier(tmp_path, ROW_BYTES, 20 * ROW_BYTES)
     io = IoConfig(engine="threads")
     for verified in (True, False):
+        assert tier.store_from_dram(io, 1, registered=verified).moved_bytes == 20 * ROW_BYTES
         assert tier.load(io, 1, verified).moved_bytes == tier.store(io, 2, verified).moved_bytes == 20 * ROW_BYTES
     [slab] = (tmp_path / f"rows-{ROW_BYTES}").iterdir()
     with open(slab, "r+b") as file:
@@ -67,12 +68,15 @@ def test_ours_is_compared_with_fio_of_the_same_round() -> None:
 
     def one(rate: float, fio_rate: float) -> Round:
         moved, plain = Pass(10**9, 1 / rate, 0.07), Pass(10**9, 1 / rate, 0.03)
+        dram = Pass(10**9, 1 / rate, 0.021), Pass(10**9, 1 / rate, 0.055)
         fios = FioPass(fio_rate * 1e9, 20.0), FioPass(fio_rate * 1e9, 25.0)
-        return Round(moved, moved, plain, plain, Pass(10**9, 1.0, 0.035), Pass(10**9, 2 / rate, 1.0), *fios)
+        return Round(moved, moved, plain, plain, *dram, Pass(10**9, 1.0, 0.035), Pass(10**9, 2 / rate, 1.0), *fios)
 
     found = Case(ROW_BYTES, 16, "uring", [one(1.0, 1.0), one(0.5, 0.25), one(3.0, 4.0)]).numbers()
     assert found["load_of_fio"] == found["store_of_fio"] == 1.0
     assert found["load_io_ms_gb"] == pytest.approx(30.0) and found["load_verify_ms_gb"] == pytest.approx(40.0)
+    assert found["dram_store_ms_gb"] == pytest.approx(21.0)
+    assert found["unregistered_store_ms_gb"] == pytest.approx(55.0)
     assert found["memory_read_ms_gb"] == pytest.approx(35.0)
     assert (found["fio_load_ms_gb"], found["fio_store_ms_gb"]) == (20.0, 25.0)
     assert found["busy_of_load"] == pytest.approx(0.5) and found["load_gb_s"] == pytest.approx(1.0)

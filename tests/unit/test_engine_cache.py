@@ -15,7 +15,7 @@ from kvtier import Engine, InvalidRequest, SamplingParams
 from kvtier.block import Tier
 from kvtier.engine import RequestOptions
 from kvtier.record import NO_TENANT, tenant_digest
-from tests.rows import directory_of
+from tests.rows import directory_of, need_uring
 
 TIERS = ["hbm", "dram", "nvme"]
 SLOT_BYTES = 4096 + 3 * 4096
@@ -209,3 +209,21 @@ def test_what_a_context_larger_than_dram_has_left_on_nvme_is_all_found(
         [again] = engine.generate([tokens], ONE)
         assert again.token_ids == answer.token_ids
         assert again.origin["computed"] <= 6 * BLOCK, "of what had a home, something was computed again"
+
+
+@pytest.mark.parametrize("sharing", [False, True])
+def test_what_goes_from_dram_to_nvme_goes_from_registered_memory(
+    checkpoint: Path, sharing: bool, tmp_path: Path
+) -> None:
+    need_uring()
+    cache = {"tiers__nvme__path": tmp_path / "cache", "tiers__nvme__bytes": "1MiB", "tiers__linger_s": 0}
+    with opened(checkpoint, io__engine="uring", sharing=sharing, **cache) as engine:
+        wait_for(lambda: knows_shelves(engine, "dram", "nvme"))
+        [answer] = engine.generate([prompt(1)], ONE)
+        wait_for(lambda: engine.stats()["nvme_writes"] == 4)
+        lane = engine._store._shelves[Tier.NVME]._transfers._engine._writes  # type: ignore[attr-defined]
+        assert lane._ring.registered_moves == 4 and lane._ring.refusal() == 0
+        for tier in ("hbm", "dram"):
+            engine.evict(tier)
+        [again] = engine.generate([prompt(1)], ONE)
+        assert again.token_ids == answer.token_ids and again.origin["nvme"] == 4 * BLOCK

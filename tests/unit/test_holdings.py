@@ -13,8 +13,9 @@ from kvtier.block import Tier
 from kvtier.io.faulty import Call, Effect, Fault, FaultyCalls
 from kvtier.record import NO_TENANT, Grant, Lease, Record, tenant_digest
 from kvtier.retention import PLAIN, Retention
-from kvtier.shelf import Reply, ShelfDone, ShelfOperation, ShelfOutcome, WriteItem
+from kvtier.shelf import ShelfDone, ShelfOutcome, WriteItem
 from kvtier.terms import STANDARD, Terms
+from kvtier.ticket import Reply, ShelfOperation
 from tests.rows import LAYOUT, SLOT_BYTES, ShelfUser, block_hashes, dram_user, filled, nvme_user, payload
 
 HASHES = block_hashes(40)

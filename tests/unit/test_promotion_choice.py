@@ -13,7 +13,8 @@ from kvtier.cost import LoadPolicy, Work
 from kvtier.fetch import Fetch
 from kvtier.io.base import Operation
 from kvtier.lane import PROBE_S
-from kvtier.shelf import Record, Shelf
+from kvtier.record import Record
+from kvtier.shelf import Shelf
 
 HASHES = chain_hashes(range(320))
 """Forty blocks of one chain."""

@@ -21,8 +21,9 @@ from kvtier.io.threads import ThreadsEngine
 from kvtier.io.uring import UringEngine
 from kvtier.record import tenant_digest
 from kvtier.retention import Retention
-from kvtier.shelf import DROP_REASONS, ReadItem, ShelfDone, ShelfLimits, ShelfOperation, ShelfOutcome, WriteItem
+from kvtier.shelf import DROP_REASONS, ReadItem, ShelfDone, ShelfLimits, ShelfOutcome, WriteItem
 from kvtier.shelves import open_dram_shelf
+from kvtier.ticket import ShelfOperation
 from kvtier.tiers.checksum import slice_sums
 from tests.rows import (
     IO,

@@ -19,7 +19,8 @@ from rows import IO, LAYOUT, ShelfUser, block_hashes, nvme_user, payload
 from kvtier.block import Tier
 from kvtier.io.faulty import Call, Effect, Fault, FaultyCalls
 from kvtier.metrics import Metrics
-from kvtier.shelf import Record, ShelfLimits
+from kvtier.record import Record
+from kvtier.shelf import ShelfLimits
 from kvtier.stager import Stager
 from kvtier.staging import Staged, StageState, Staging
 from kvtier.tiers.staging import StagingMemory
