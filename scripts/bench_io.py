@@ -32,8 +32,8 @@ Measure slab, I/O engine and verification together, with rows that are not in an
 same disk at the same length and depth. The goals: 0.95 of fio, at most 35 ms of CPU per GB for I/O and 45 for
 verification, 0.7 of the rate with a Python thread that never rests. Beside the CPU of I/O stands that of fio, beside
 that of verification what it takes to read the memory of the rows once. Stores come out of huge pages, as HBM has them,
-and out of a DRAM shelf's memory, which is registered with io_uring, and once more is not. Twice --gib of the disk are written and given
-back.
+and out of a DRAM shelf's memory, which is registered with io_uring, and once more is not. Twice --gib of the disk are
+written and given back.
 """
 ENGINES = ("uring", "threads")
 
