@@ -15,7 +15,6 @@ from collections.abc import Callable
 
 from kvtier.block import BlockHash, Tier
 from kvtier.metrics import Metrics
-from kvtier.record import Record
 from kvtier.resident import ResidentBlocks
 from kvtier.shelf import Shelf, ShelfDone, ShelfOutcome
 from kvtier.source import Sources, Write

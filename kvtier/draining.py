@@ -10,8 +10,9 @@ from collections import Counter
 
 from kvtier.block import BlockHash, Tier
 from kvtier.demotion import Demoter
+from kvtier.record import Record
 from kvtier.resident import ResidentBlocks
-from kvtier.shelf import Record, Shelf
+from kvtier.shelf import Shelf
 
 
 class Draining:
