@@ -287,7 +287,7 @@ def test_numbers_may_be_asked_for_while_a_shelf_appears(
     class Appearing:
         """The DRAM shelf as another thread sees it, while the engine thread adds the next one."""
 
-        tier = Tier.DRAM
+        tier, _slab = Tier.DRAM, dram._slab
 
         @property
         def slot_count(self) -> int:
