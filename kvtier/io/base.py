@@ -102,7 +102,7 @@ class IoEngine(Protocol):
     def register_memory(self, memory: memoryview) -> None:
         """Writes will come from this memory, again and again: an engine may have its pages pinned once for all of them.
 
-        It stays mapped until the engine is gone. Returns at once; whatever comes of it, writes go on as before.
+        It is kept mapped until the engine is closed. Returns at once; whatever comes of it, writes go on as before.
         """
 
     def cancel(self, operation: Operation) -> None:
@@ -158,9 +158,10 @@ class Ring(Protocol):
         """Ring the bell; from any thread."""
 
     def register_memory(self, memory: memoryview) -> None:
-        """Have the kernel pin this memory once, not for each request whose last buffer lies in it; keeps it mapped.
+        """Have the kernel pin this memory once, not for each request whose last buffer lies in it.
 
-        If it refuses, the bell rings, `refusal` says the number of its error, and nothing else changes.
+        Keeps it mapped until `close`. If the kernel refuses, the bell rings, `refusal` says the number of its error,
+        and nothing else changes.
         """
 
     def refusal(self) -> int:

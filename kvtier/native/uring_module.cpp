@@ -87,12 +87,17 @@ class RequestRing {
         return nb::make_tuple(results, others);
     }
 
-    // Keeps the memory mapped for as long as there is this ring: no later mapping shall be taken for it.
+    // Keeps the memory mapped for as long as requests may come: no later mapping shall be taken for it.
     void register_memory(nb::object memory) {
         const iovec span = span_of(memory, true);
         if (span.iov_len == 0) return;
         memories_.push_back(std::move(memory));
         ring_.register_memory(span);
+    }
+
+    bool close() {
+        memories_.clear();
+        return ring_.close();
     }
 
     Ring& ring() { return ring_; }
@@ -170,7 +175,7 @@ void add_uring(nb::module_& module) {
         .def("register_memory", &RequestRing::register_memory, "memory"_a)
         .def("refusal", [](RequestRing& self) { return self.ring().refusal(); })
         .def_prop_ro("registered_moves", [](RequestRing& self) { return self.ring().registered_moves(); })
-        .def("close", [](RequestRing& self) { return self.ring().close(); })
+        .def("close", &RequestRing::close)
         .def("after_fork_in_child", [](RequestRing& self) { self.ring().after_fork_in_child(); });
 }
 
