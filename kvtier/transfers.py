@@ -24,7 +24,10 @@ from kvtier.tiers.header import HEADER_BYTES, RowFormat, Verdict, check_row, che
 from kvtier.tiers.memory import AlignedPages
 from kvtier.tiers.slab import Slab
 
-IO_OPERATIONS = {ShelfOperation.READ: Operation.READ, ShelfOperation.WRITE: Operation.WRITE}
+READ, WRITE = ShelfOperation.READ, ShelfOperation.WRITE
+"""Looked up once: until Python 3.12 a member of an enum costs as much as a call, and there are several a row."""
+IO_READ, IO_WRITE = Operation.READ, Operation.WRITE
+IO_OPERATIONS = {READ: IO_READ, WRITE: IO_WRITE}
 LANDING_PAUSE_S = 0.001
 """Between two looks for the last copies while a shelf is closed."""
 
@@ -126,7 +129,7 @@ class RowTransfers:
     def room(self, operation: ShelfOperation) -> int:
         """How many more may start now."""
         room = min(len(self._pages(operation)), self._engine.room(IO_OPERATIONS[operation]))
-        return room if self._crossings is None else min(room, self._crossings.room(operation is ShelfOperation.READ))
+        return room if self._crossings is None else min(room, self._crossings.room(operation is READ))
 
     def ticket(self) -> int:
         """A new number for a transfer; never used twice."""
@@ -139,7 +142,7 @@ class RowTransfers:
         for transfer in transfers:
             flight, request = self._prepare(operation, transfer, pages.take())
             self._flights[flight.ticket] = flight
-            if flight.crossing is None or operation is ShelfOperation.READ:
+            if flight.crossing is None or operation is READ:
                 requests.append(request)
             else:
                 assert self._crossings is not None
@@ -159,7 +162,7 @@ class RowTransfers:
                 if self._closed:
                     ended.append((flight, result._replace(error_number=errno.ECANCELED)))
                     continue
-                assert self._crossings is not None and flight.operation is ShelfOperation.READ
+                assert self._crossings is not None and flight.operation is READ
                 self._ascending[flight.crossing.place] = flight, result
                 self._crossings.start(flight.crossing, upward=True)
                 continue
@@ -198,26 +201,26 @@ class RowTransfers:
     def _prepare(self, operation: ShelfOperation, transfer: Transfer, page: memoryview) -> tuple[Flight, IoRequest]:
         """What is to be asked of the I/O engine, and what is to be remembered of it."""
         ticket, record, row, layers, in_place = transfer
-        assert row.nbytes == self._form.read_bytes(layers), row.nbytes
-        reads = operation is ShelfOperation.READ
+        form, slab = self._form, self._slab
+        assert row.nbytes == (form.row_bytes if layers is None else form.read_bytes(layers)), row.nbytes
+        reads = operation is READ
         crossing = None
         if isinstance(row, DeviceRow):
             assert self._crossings is not None, "nobody has said how rows of a device are reached"
             crossing = self._crossings.take(row.slot, upward=reads)
             row = self._crossings.view(crossing)
         known = b"" if reads else record.sums
-        flight = Flight(ticket, operation, record, page, row, layers, in_place, self._form, known, crossing)
-        offset = self._slab.offset(record.slot)
+        flight = Flight(ticket, operation, record, page, row, layers, in_place, form, known, crossing)
+        offset = slab.offset(record.slot)
         if layers is not None:
-            offset += HEADER_BYTES + layers.start * self._form.slice_bytes
+            offset += HEADER_BYTES + layers.start * form.slice_bytes
         buffers = (page,) if in_place else (page, row) if layers is None else (row,)
-        prepare, then = (None, flight.verify) if reads else (flight.pack, None)
+        asked, prepare, then = (IO_READ, None, flight.verify) if reads else (IO_WRITE, flight.pack, None)
         sums = None if in_place else flight
-        asked = Operation.READ if reads else Operation.WRITE
-        return flight, IoRequest(asked, self._slab.descriptor, offset, buffers, ticket, prepare, then, sums)
+        return flight, IoRequest(asked, slab.descriptor, offset, buffers, ticket, prepare, then, sums)
 
     def _pages(self, operation: ShelfOperation) -> AlignedPages:
-        return self._read_pages if operation is ShelfOperation.READ else self._write_pages
+        return self._read_pages if operation is READ else self._write_pages
 
     def _submit(self, requests: list[IoRequest]) -> None:
         taken = self._engine.submit(requests)
@@ -242,7 +245,7 @@ class RowTransfers:
         flights, read_pages, write_pages = self._flights, self._read_pages, self._write_pages
         for flight, _ in ended:
             del flights[flight.ticket]
-            (read_pages if flight.operation is ShelfOperation.READ else write_pages).give(flight.page)
+            (read_pages if flight.operation is READ else write_pages).give(flight.page)
             if flight.crossing is not None:
                 assert self._crossings is not None
                 self._crossings.give(flight.crossing)

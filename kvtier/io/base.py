@@ -127,8 +127,8 @@ class Mover(Protocol):
         """A result each, in order. Raises what a `prepare` or `then` raises."""
 
 
-Ended = tuple[IoRequest, int, int, int]
-"""A request that a ring could not make a result of: it, bytes or minus the error number, begin and end in ns."""
+Ended = tuple[IoRequest, int, bool, int, int]
+"""A request without a result yet: it, bytes or minus the error number, whether it is whole, begin and end in ns."""
 
 
 class Ring(Protocol):

@@ -227,7 +227,7 @@ class FaultyRing:
             for result in results:
                 del self._begun[result.tag]
             ended, self._ended = others + self._ended, []
-            others = [(self._begun.pop(one.tag), result, began, end) for one, result, began, end in ended]
+            others = [(its := self._begun.pop(e[0].tag), e[1], e[1] == its.total_bytes, *e[3:]) for e in ended]
         self._start()
         return results, others
 
@@ -270,7 +270,7 @@ class FaultyRing:
             self._inner.push([request._replace(buffers=left, then=int, sums=None) if cut else request])
             return
         with self._lock:
-            self._ended.append((request, result, started_ns, time.monotonic_ns()))
+            self._ended.append((request, result, False, started_ns, time.monotonic_ns()))
         self._inner.wake()
 
 

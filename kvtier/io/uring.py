@@ -208,23 +208,26 @@ class RingLane:
                 assert request.sums is not None
                 request.sums.taken = taken
 
-    def _outcome(self, request: IoRequest, result: int, started_ns: int, ended_ns: int) -> IoResult | IoRequest:
+    def _outcome(
+        self, request: IoRequest, moved: int, whole: bool, started_ns: int, ended_ns: int
+    ) -> IoResult | IoRequest:
         """Of a request, or a piece of one, that the ring made no result of: the result, or what is left to move."""
-        total_bytes, moved_bytes, error = request.total_bytes, result, None
-        piecemeal = self._piecemeal.get(request.tag)
-        if piecemeal is not None or result != total_bytes:
+        error = None
+        if not whole or request.tag in self._piecemeal:
+            piecemeal = self._piecemeal.get(request.tag)
             if piecemeal is None:
                 piecemeal = self._piecemeal[request.tag] = Piecemeal(request, started_ns)
-            if piecemeal.goes_on(result):
+            if piecemeal.goes_on(moved):
                 return piecemeal.rest()
             del self._piecemeal[request.tag]
             request, started_ns = piecemeal.request, piecemeal.started_ns
-            total_bytes, moved_bytes, error = request.total_bytes, piecemeal.moved_bytes, piecemeal.error
+            moved, error = piecemeal.moved_bytes, piecemeal.error
+            whole = error is None and moved == request.total_bytes
         value = None
-        if request.then is not None and error is None and moved_bytes == total_bytes:
+        if whole and request.then is not None:
             value = request.then()
             ended_ns = time.monotonic_ns()
-        return IoResult(request.tag, moved_bytes, error, value, ended_ns - started_ns, ended_ns)
+        return IoResult(request.tag, moved, error, value, ended_ns - started_ns, ended_ns)
 
 
 _OPENED: weakref.WeakSet[RingLane] = weakref.WeakSet()

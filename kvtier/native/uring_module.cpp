@@ -76,12 +76,12 @@ class RequestRing {
         for (const End& end : ring_.take()) {
             const nb::object request = nb::steal(static_cast<PyObject*>(end.owner));
             if (!end.sums.empty()) {
-                field(request, SUMS).attr("taken") = nb::bytes(end.sums.data(), end.sums.size());
+                field(request, SUMS).attr(taken_) = nb::bytes(end.sums.data(), end.sums.size());
             }
             if (end.whole && field(request, THEN).is_none()) {
                 results.append(result_of(end));
             } else {
-                others.append(nb::make_tuple(request, end.result, end.started_ns, end.ended_ns));
+                others.append(nb::make_tuple(request, end.result, end.whole, end.started_ns, end.ended_ns));
             }
         }
         return nb::make_tuple(results, others);
@@ -150,6 +150,7 @@ class RequestRing {
     const nb::tuple operations_;
     const nb::type_object result_;
     std::vector<nb::object> memories_;
+    const nb::object taken_ = nb::steal(PyUnicode_InternFromString("taken"));
     Ring ring_;
 };
 

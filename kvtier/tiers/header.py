@@ -78,6 +78,9 @@ class Verdict(enum.Enum):
     """The header is right, the bytes of the row are not."""
 
 
+_GOOD = Verdict.GOOD  # looked up once, see transfers.py
+
+
 def pack_header(target: memoryview, record: Record, form: RowFormat) -> None:
     """Write the header of `record` into `target` (4 KiB)."""
     assert target.nbytes == HEADER_BYTES and len(record.block_hash) == 32 and len(record.tenant) == 16
@@ -133,28 +136,30 @@ def check_row(header: memoryview, row: memoryview, record: Record, form: RowForm
         return Verdict.HEADER if parse_header(header) is None else Verdict.IDENTITY
     if (sums or slice_sums(row, form.slice_bytes)) != record.sums:
         return Verdict.SUMS
-    return Verdict.GOOD
+    return _GOOD
 
 
 def check_slices(slices: memoryview, layers: range, record: Record, form: RowFormat, sums: bytes = b"") -> Verdict:
     """Judge the slices of a run of layers that were read without the row's header, as `check_row`: GOOD or SUMS."""
     wanted = record.sums[layers.start * SUM_BYTES : layers.stop * SUM_BYTES]
-    return Verdict.GOOD if (sums or slice_sums(slices, form.slice_bytes)) == wanted else Verdict.SUMS
+    return _GOOD if (sums or slice_sums(slices, form.slice_bytes)) == wanted else Verdict.SUMS
 
 
 def _is_header_of(source: memoryview, record: Record, form: RowFormat) -> bool:
     """Whether this is a sound header of that row, whatever priority, expiry and pin it names."""
     if source.nbytes != HEADER_BYTES:
         return False
-    fields = _FIXED.unpack_from(source)
+    claimed = _FIXED.unpack_from(source)
+    priority, expiry_s, pinned = claimed[7], *claimed[12:]
     block_hash, slot, generation, depth, sums, _, _, tenant, _ = record
-    slice_count = form.row_bytes // form.slice_bytes
+    namespace, row_bytes, slice_bytes = form.namespace, form.row_bytes, form.slice_bytes
+    count = row_bytes // slice_bytes
+    identity = (MAGIC, HEADER_VERSION, count, namespace, block_hash, tenant, depth)
     return (
-        fields[:7] == (MAGIC, HEADER_VERSION, slice_count, form.namespace, block_hash, tenant, depth)
-        and fields[8:12] == (slot, generation, form.row_bytes, form.slice_bytes)
-        and source[_FIXED.size : _FIXED.size + slice_count * SUM_BYTES] == sums
+        claimed == (*identity, priority, slot, generation, row_bytes, slice_bytes, expiry_s, pinned)
+        and bytes(source[_FIXED.size : _FIXED.size + count * SUM_BYTES]) == sums  # a view is compared byte by byte
         and generation < GENERATION_END
-        and is_possible(fields[7], fields[12])
-        and fields[13] <= 1
+        and is_possible(priority, expiry_s)
+        and pinned <= 1
         and _SELF_SUM.unpack_from(source, _SELF_SUM_OFFSET)[0] == xxh3_64_intdigest(source[:_SELF_SUM_OFFSET])
     )

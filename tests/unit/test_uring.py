@@ -102,7 +102,7 @@ def test_what_has_moved_whole_and_has_no_then_is_a_result_and_the_rest_is_told(f
     assert (whole.moved_bytes, whole.error_number, whole.value) == (3 * PAGE, None, None)
     assert 0 < whole.duration_ns < whole.ended_ns <= time.monotonic_ns()
     assert bytes(row) == CONTENT[4 * PAGE : 6 * PAGE] and bytes(past[:PAGE]) == CONTENT[-PAGE:]
-    assert {request.tag: result for request, result, *_ in others} == {8: PAGE, 9: PAGE}
+    assert {request.tag: how for request, *how, _, _ in others} == {8: [PAGE, False], 9: [PAGE, True]}
     assert all(request is asked[request.tag - 7] for request, *_ in others)
     assert all(0 < started_ns < ended_ns <= time.monotonic_ns() for *_, started_ns, ended_ns in others)
     close(ring)
