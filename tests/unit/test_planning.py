@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from kvtier import Engine, EngineConfig, InvalidRequest, SamplingParams
 from kvtier.block import KVLayout, Tier
 from kvtier.cli.main import app
-from kvtier.cli.plan import shown_time
+from kvtier.cli.plan_view import shown_time
 from kvtier.models.config import ModelConfig
 from kvtier.models.ops import make_ops
 from kvtier.planning import Capacities, Served, Shape, Speeds, longest, plan, shape_of
