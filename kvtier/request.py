@@ -99,7 +99,10 @@ class Request:
     cache_ttl_s: int | None = None
     """Seconds after which its blocks are not found any more; None: they stay as long as there is room."""
     cache_pin: bool = False
-    """Keeps the blocks of the prompt, not those of the answer, on the shelves, within `tiers.pin_share`."""
+    """Keeps the blocks of the prompt, not those of the answer, on the shelves, within `tiers.pin_share`.
+
+    Until they expire: those that are there without a TTL stay pinned, whatever `cache_ttl_s` says.
+    """
     cache_read: bool = True
     """False: reuses nothing, every token of the prompt is computed."""
     cache_write: bool = True

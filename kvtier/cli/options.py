@@ -115,7 +115,12 @@ class CacheOptions:
         option("Cache", "--cache-ttl", metavar="SECONDS", text="Forget the blocks after this long.", default="never"),
     ] = None
     cache_pin: Annotated[
-        bool, option("Cache", "--cache-pin", text="Keep the prompt's blocks on the shelves, within tiers.pin_share.")
+        bool,
+        option(
+            "Cache",
+            "--cache-pin",
+            text="Keep the prompt's blocks on the shelves, within tiers.pin_share, until they expire.",
+        ),
     ] = False
     cache_read: Annotated[
         bool, option("Cache", "--cache-read/--no-cache-read", text="Reuse blocks, or compute all.", default="reuse")

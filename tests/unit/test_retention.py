@@ -37,6 +37,7 @@ def test_only_what_changes_how_long_a_block_stays_asks(retention: Retention, ask
         (PLAIN, Retention(0, 50), PLAIN),
         (Retention(1, 5, True), Retention(0, 9), Retention(1, 9, True)),
         (PLAIN, Retention(pinned=True), Retention(pinned=True)),
+        (PLAIN, Retention(0, 50, True), Retention(pinned=True)),  # for good, as the README says
     ],
 )
 def test_a_reuse_gives_the_longer_of_each_and_leaves_the_tenant(
