@@ -14,11 +14,14 @@ import time
 from collections.abc import Callable
 
 from kvtier.block import BlockHash, Tier
+from kvtier.copy_leases import CopyLeases
 from kvtier.metrics import Metrics
+from kvtier.record import Lease
 from kvtier.resident import ResidentBlocks
 from kvtier.shelf import Shelf, ShelfDone, ShelfOutcome
 from kvtier.source import Sources, Write
 from kvtier.tiers.arena import Arena
+from kvtier.writing_back import WritingBack
 
 WISHES_MAX = 65536
 """Wishes that may wait per target tier; a later one is dropped and counted."""
@@ -29,11 +32,6 @@ taken nothing, or once one of its writes has ended."""
 STUCK_S = 1.0
 """At the end: what moves for so long no more is left behind."""
 PAUSE_S = 0.001
-BACK_S = 0.1
-BACK_ROWS = 256
-"""With policy `back`, this many of the coldest DRAM rows are looked at so often."""
-BACK_SHARE = 0.9
-"""With policy `back`, DRAM rows are copied to NVMe once this share of the DRAM shelf is used."""
 
 
 class NvmePolicy(enum.Enum):
@@ -71,7 +69,9 @@ class Demoter:
         self._retry_at = dict.fromkeys(Tier, 0.0)
         self._stands_since: dict[Tier, float] = {}
         """Of the shelves that have taken nothing when they were asked last: since when."""
-        self._back_at = 0.0
+        self.copy_leases = CopyLeases(shelves)
+        """On rows of DRAM that wait for NVMe."""
+        self._writing_back = WritingBack(shelves)
         self.dropped_count = 0
 
     @property
@@ -116,7 +116,10 @@ class Demoter:
 
     def pump(self, now: float) -> None:
         """Start as many wished writes as the shelves take, and wish for what the policy wants."""
-        self._wish_back(now)
+        self.copy_leases.expire(now)
+        if self._policy is NvmePolicy.BACK:
+            for record in self._writing_back.due(now):
+                self.wish(Tier.NVME, record.block_hash, record.depth)
         for tier in (Tier.NVME, Tier.DRAM):  # a lease keeps a row that a DRAM write would evict
             while (
                 self._wishes[tier]
@@ -136,14 +139,20 @@ class Demoter:
             moved_at = moved_at if left == before else now
             time.sleep(PAUSE_S)
 
-    def completed(self, tier: Tier, done: ShelfDone) -> None:
+    def completed(self, tier: Tier, done: ShelfDone, now: float) -> None:
         """A write to a shelf has ended, well or not; its source is free again."""
         write = self._writes.pop((tier, done.ticket))
         self._writing[tier].discard(write.block_hash)
         source = self._sources.free(write)
         self._retry_at[tier] = self._retry_at[source] = 0.0  # a lease given back makes room on DRAM
+        self._stands_since.pop(tier, None)
         if tier is Tier.DRAM:
-            self._go_on(write)
+            self.copy_leases.arrived(write.block_hash, done.lease, now)
+            self._go_on(write, now, there=done.outcome in (ShelfOutcome.DONE, ShelfOutcome.DUPLICATE))
+        elif done.outcome in (ShelfOutcome.DONE, ShelfOutcome.DUPLICATE):
+            self.copy_leases.copied(write.block_hash, now)
+        else:
+            self.copy_leases.end(write.block_hash)
         if done.outcome is ShelfOutcome.DUPLICATE:
             self._shelves[tier].retain([write.block_hash], write.retention)
         if done.outcome is ShelfOutcome.STALE:  # the source changed meanwhile; what is still there can be copied anew
@@ -153,6 +162,14 @@ class Demoter:
                 self._age(write.block_hash)
             self._metrics.moved(source, tier, 1, done.moved_bytes)
             self._metrics.transfer_seconds.observe(done.duration_ns / 1e9, source.value, tier.value)
+
+    def take_over(self, lease: Lease, now: float) -> bool:
+        """Take a lease on a row of DRAM over if that waits for NVMe, until it is there; False: it is not taken."""
+        kept = self.copy_leases
+        taken = self._awaits(lease.record.block_hash) and kept.may_keep(now) and not kept.is_full
+        if taken:
+            kept.keep(lease, now)
+        return taken
 
     def room_came(self) -> None:
         """Rows of shelves that were held are free, or may be evicted: what was refused is tried again."""
@@ -177,11 +194,7 @@ class Demoter:
     def stats(self) -> dict[str, int]:
         """Plain numbers of the moment. Any thread."""
         waiting = sum(len(wishes) for wishes in self._wishes.values())
-        return {
-            "writing_blocks": self.writing_count,
-            "waiting_writes": waiting,
-            "dropped_writes": self.dropped_count,
-        }
+        return {"writing_blocks": self.writing_count, "waiting_writes": waiting, "dropped_writes": self.dropped_count}
 
     def leased(self) -> set[BlockHash]:
         """Blocks whose rows in DRAM are kept for their copies."""
@@ -191,53 +204,78 @@ class Demoter:
         """Blocks that are being written to a shelf, or wait for that."""
         return self._writing[tier] | self._wishes[tier].keys()
 
+    def _awaits(self, block_hash: BlockHash) -> bool:
+        return block_hash in self._wishes[Tier.NVME] or block_hash in self._writing[Tier.NVME]
+
     def _start(self, tier: Tier, now: float) -> bool:
         """Submit one batch of wishes; False if the shelf takes no more for now.
 
         What it refused goes on waiting, behind the others: its tenant's quota may be why.
         """
         wishes, shelf = self._wishes[tier], self._shelves[tier]
-        writes: list[Write] = []
-        batch = min(BATCH_ROWS, shelf.write_room)
-        for block_hash, depth in list(itertools.islice(wishes.items(), batch)):
-            write = self._sources.claim(tier, block_hash, depth, now)
-            if write is None:
-                del wishes[block_hash]
-                self._drop(block_hash)
-            else:
-                writes.append(write)
-        tickets = shelf.write([self._sources.item(write) for write in writes], now)
-        refused: list[BlockHash] = []
-        for write, ticket in zip(writes, tickets, strict=True):
+        writes, refused, more = self._claim(tier, now)
+        items = [self._sources.item(write, self.copy_leases.expects(write.block_hash)) for write in writes]
+        for write, ticket in zip(writes, shelf.write(items, now), strict=True):
+            block_hash = write.block_hash
             if ticket is not None:
                 self._writes[(tier, ticket)] = write
-                self._writing[tier].add(write.block_hash)
+                self._writing[tier].add(block_hash)
+                self._stands_since.pop(tier, None)
             else:
                 self._sources.free(write)
-                if not shelf.holds(write.block_hash):
-                    refused.append(write.block_hash)
+                self.copy_leases.arrived(block_hash, None, now)
+                if not shelf.holds(block_hash):
+                    refused.append(block_hash)
                     continue
-                shelf.retain([write.block_hash], write.retention)
+                shelf.retain([block_hash], write.retention)
                 if tier is Tier.DRAM:
-                    self._go_on(write)
-            del wishes[write.block_hash]
+                    self._go_on(write, now, there=True)
+            del wishes[block_hash]
         for block_hash in refused:
             wishes[block_hash] = wishes.pop(block_hash)
             self._age(block_hash)
-        if len(refused) < len(writes):
-            self._stands_since.pop(tier, None)
-        if refused or batch == 0:
+        if refused or not more:
             stands_s = now - self._stands_since.setdefault(tier, now)
             self._retry_at[tier] = now + min(max(RETRY_S, RETRY_SHARE * stands_s), RETRY_MAX_S)
             return False
         return True
 
-    def _go_on(self, write: Write) -> None:
-        """A write to DRAM is over: if the row is there and wanted on NVMe, it goes on."""
-        if write.block_hash in self._onward:
-            self._onward.discard(write.block_hash)
-            if self._shelves[Tier.DRAM].holds(write.block_hash):
-                self.wish(Tier.NVME, write.block_hash, write.depth)
+    def _claim(self, tier: Tier, now: float) -> tuple[list[Write], list[BlockHash], bool]:
+        """Sources of the next wishes, those that have to wait for theirs, and whether more could be started now.
+
+        On DRAM, what is to go on to NVMe waits while as many rows as may be are kept for that: it would evict them.
+        """
+        wishes, dram = self._wishes[tier], self._shelves.get(Tier.DRAM)
+        writes, waiting = list[Write](), list[BlockHash]()
+        batch = min(BATCH_ROWS, self._shelves[tier].write_room)
+        keeps = tier is Tier.DRAM and self.copy_leases.may_keep(now)
+        for block_hash, depth in list(itertools.islice(wishes.items(), batch)):
+            leased = keeps and block_hash in self._onward
+            if leased and self.copy_leases.is_full:
+                return writes, waiting, False
+            write = self._sources.claim(tier, block_hash, depth, now)
+            if write is not None:
+                writes.append(write)
+                if leased:
+                    self.copy_leases.expect(block_hash)
+            elif tier is Tier.NVME and dram is not None and dram.holds(block_hash):
+                waiting.append(block_hash)  # the row has gone, and the books have yet to hear of it
+            else:
+                del wishes[block_hash]
+                self._renew(tier, block_hash, depth, now)
+        return writes, waiting, batch > 0
+
+    def _go_on(self, write: Write, now: float, there: bool) -> None:
+        """A write to DRAM is over: if the row is `there` and wanted on NVMe, it goes on."""
+        block_hash = write.block_hash
+        if block_hash in self._onward:
+            self._onward.discard(block_hash)
+            if self._shelves[Tier.DRAM].holds(block_hash):
+                self.wish(Tier.NVME, block_hash, write.depth)
+            elif there:  # for a moment
+                self._renew(Tier.NVME, block_hash, write.depth, now)
+        if not self._awaits(block_hash):
+            self.copy_leases.end(block_hash)
 
     def _age(self, block_hash: BlockHash) -> None:
         """Its rows are as old as the block, or writing late would make them outlive its parents."""
@@ -245,17 +283,13 @@ class Demoter:
             for shelf in self._shelves.values():
                 shelf.stamp([block_hash], self._resident.last_use(slot))
 
+    def _renew(self, tier: Tier, block_hash: BlockHash, depth: int, now: float) -> None:
+        """The source of a write is gone. DRAM's may come again from HBM, and is kept this time: so not for ever."""
+        if tier is Tier.NVME and self.copy_leases.may_keep(now) and self._resident.find(block_hash) is not None:
+            self.wish(tier, block_hash, depth)
+        else:
+            self._drop(block_hash)
+
     def _drop(self, block_hash: BlockHash) -> None:
         self.dropped_count += 1
         self._onward.discard(block_hash)
-
-    def _wish_back(self, now: float) -> None:
-        """Policy `back`: keep the coldest DRAM rows copied, a bounded number ahead of their eviction."""
-        dram, nvme = self._shelves.get(Tier.DRAM), self._shelves.get(Tier.NVME)
-        if self._policy is not NvmePolicy.BACK or dram is None or nvme is None or now < self._back_at:
-            return
-        self._back_at = now + BACK_S
-        excess = min(dram.used_count - int(BACK_SHARE * dram.slot_count), BACK_ROWS)
-        if excess > 0:
-            for record in dram.coldest(excess):
-                self.wish(Tier.NVME, record.block_hash, record.depth)

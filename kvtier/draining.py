@@ -60,7 +60,8 @@ class Draining:
         """Blocks on a shelf, those on their way to it included."""
         shelf = self._shelves[tier]
         there = {record.block_hash for record in shelf.coldest(shelf.slot_count)}
-        return there | self._demoter.leased() | self._demoter.awaited(tier)
+        kept = self._demoter.leased() | self._demoter.copy_leases.blocks()
+        return there | kept | self._demoter.awaited(tier)
 
     def _drain_hbm(self, left: set[BlockHash], give_up: bool) -> None:
         below = [tier for tier in (Tier.DRAM, Tier.NVME) if tier in self._shelves]

@@ -37,7 +37,6 @@ class HandDown:
         metrics: Metrics,
         demoter: Demoter,
     ) -> None:
-        """The `demoter` copies blocks whose homes are in DRAM, and writes when rows come free."""
         self._resident = resident
         self._shelves = shelves
         self._demoter = demoter
@@ -119,16 +118,19 @@ class HandDown:
         if home not in homes.unreadable:
             self._part_with(home)
 
-    def close(self, homes: Homes) -> None:
-        """The sequence is over: everything goes back, what is under way once it has ended."""
+    def close(self, homes: Homes, now: float) -> None:
+        """The sequence is over: all goes back, what is under way or waits for NVMe once that has ended."""
         homes.closed = True
         self._leases.leave(homes)
         for tier, grants in homes.rows.items():
             if grants:
                 self._shelves[tier].holdings.give_rows(grants)
                 homes.rows[tier] = []
-        for index in list(homes.found):
-            self.give_up(homes, index)
+        for index in sorted(homes.found, reverse=True):  # the last ones are those that DRAM would evict first
+            home, lost = homes.found[index], index in homes.lost
+            keeps = home.tier is Tier.DRAM and not (home.private or lost)
+            taken = keeps and self._demoter.take_over(home.lease, now)
+            homes.take(index) if taken else self.give_up(homes, index)
         self._part_with_unreadable(homes)
         for move in list(homes.waiting()):
             self._forget(move)
@@ -173,6 +175,8 @@ class HandDown:
             for homes in list(self._homes):
                 self._retire(homes)
         if any(homes.refused and homes.lacking > 0 for homes in self._homes):
+            if not any(homes.begun for homes in self._homes):
+                self._demoter.copy_leases.lacking(now)
             for homes in self._homes:  # rather the same places once more than none
                 self._part_with_unreadable(homes)
         return answered
@@ -197,7 +201,8 @@ class HandDown:
         for homes in self._homes:
             homes.check()
         for tier, shelf in self._shelves.items():
-            held = self._leases.held(tier) + sum(homes.held(tier) for homes in self._homes)
+            held = sum(homes.held(tier) for homes in self._homes)
+            held += self._leases.held(tier) + self._demoter.copy_leases.held(tier)
             assert held == len(shelf.holdings), (tier, held, len(shelf.holdings))
 
     def _shelf(self, tier: Tier) -> Shelf | None:
@@ -247,16 +252,12 @@ class HandDown:
     def _settle(self, move: Move, tier: Tier, lease: Lease) -> None:
         """A block has a row under lease; without a sequence, or on a lost shelf, that goes back at once."""
         shelf, homes = self._shelves[tier], move.homes
-        address = shelf.address(lease) if tier is Tier.DRAM else 0
-        home = Home(tier, lease, address, move.private)
+        home = Home(tier, lease, shelf.address(lease) if tier is Tier.DRAM else 0, move.private)
         if shelf.is_lost and not homes.closed:
             shelf.holdings.end_leases([lease])
             self._try_again(move, 0.0)
             return
-        if homes.closed:
-            self._part_with(home)
-        else:
-            homes.put(move.index, home)
+        self._part_with(home) if homes.closed else homes.put(move.index, home)
         self._forget(move)
 
     def _part_with(self, home: Home) -> None:

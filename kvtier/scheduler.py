@@ -275,7 +275,7 @@ class Scheduler:
             if sequence in self._running:
                 self._running.remove(sequence)
             self._store.touch(sequence.hashes[: sequence.sealed_count], now)
-            self._streams.end(sequence)
+            self._streams.end(sequence, now)
         elif sequence.state is SequenceState.RUNNING:
             self._running.remove(sequence)
             self._store.touch(sequence.hashes[: sequence.sealed_count], now)

@@ -55,14 +55,15 @@ class Sources:
         # A pin that was over DRAM's budget, or a request that DRAM's row does not know of yet, still counts on NVMe.
         return Write(block_hash, depth, None, lease, retention_of(lease.record).raised(asked), now)
 
-    def item(self, write: Write) -> WriteItem:
-        """What a shelf is given to write."""
+    def item(self, write: Write, leased: bool) -> WriteItem:
+        """What a shelf is given to write; `leased`: from HBM, to be leased once it is there."""
         if write.lease is not None:
             dram = self._shelves[Tier.DRAM]
             row, intact = dram.view(write.lease), functools.partial(dram.intact, write.lease)
             return WriteItem(write.block_hash, write.depth, row, write.lease.record.sums, write.retention, intact)
         assert write.slot is not None
-        return WriteItem(write.block_hash, write.depth, self._arena.view(write.slot), None, write.retention)
+        place = self._arena.view(write.slot)
+        return WriteItem(write.block_hash, write.depth, place, None, write.retention, leased=leased)
 
     def free(self, write: Write) -> Tier:
         """Let go of the source of a write; returns the tier it was in."""

@@ -48,10 +48,7 @@ class Store:
         spare_count: int = 0,
         staging: StagingMemory | None = None,
     ) -> None:
-        """`spare_count`: slots of HBM that hung transfers may keep for good. Without `costs` all is read.
-
-        `staging`: memory for slices of NVMe rows; without it they are attended to once they are in HBM, or not at all.
-        """
+        """`spare_count`: slots that hung transfers may keep. No `costs`: all is read; no `staging`: NVMe into HBM."""
         assert 0 <= spare_count < arena.slot_count
         self.layout = layout
         self.metrics = metrics
@@ -229,7 +226,7 @@ class Store:
                 if self.hand_down.completed(tier, done, now):
                     continue
                 if done.operation is ShelfOperation.WRITE:
-                    self._demoter.completed(tier, done)
+                    self._demoter.completed(tier, done, now)
                     continue
                 if tier is Tier.NVME and self.stager is not None and self.stager.completed(done, now):
                     continue
@@ -277,6 +274,7 @@ class Store:
     def close(self, deadline_s: float) -> None:
         """Let transfers end, up to the deadline, and close the shelves, then the arena."""
         end = time.monotonic() + deadline_s
+        self._demoter.copy_leases.end_all()
         for shelf in [*reversed(self._shelves.values()), *self._reopening.close()]:  # NVMe is written from DRAM's rows
             shelf.close(max(0.0, end - time.monotonic()))
         for hang_up in self._ends:
@@ -290,12 +288,10 @@ class Store:
         for shelf in self._shelves.values():
             shelf.notice_loss()  # those that are lost together leave together
         lost = [it for it in self._shelves.values() if it.is_lost and (self._sources or self._reopening.knows(it.tier))]
-        used = (shelf.in_flight or len(shelf.holdings) or self.hand_down.awaits(shelf.tier) for shelf in lost)
-        if not lost or any(used):
+        if not lost or any(it.in_flight or len(it.holdings) or self.hand_down.awaits(it.tier) for it in lost):
             return
         self.publish_metrics()
-        for shelf in lost:
-            tier = shelf.tier
+        for tier in [shelf.tier for shelf in lost]:
             del self._shelves[tier]
             self._demoter.forget(tier)
             self._draining.forget(tier)

@@ -162,11 +162,11 @@ class Stream:
         self.lower(kept)
         self._look_from = kept
 
-    def end(self) -> None:
+    def end(self, now: float) -> None:
         """The sequence is over, in whatever state: everything goes back, what is under way once it has ended."""
         self._leave_fetch()
         self._store.release(self.sequence.table.clear())
-        self._store.hand_down.close(self.homes)
+        self._store.hand_down.close(self.homes, now)
 
     def check(self) -> None:
         """Assert that table, homes and working set agree."""

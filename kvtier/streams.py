@@ -124,14 +124,14 @@ class Streams:
         in_place = len(table) - table.held_count - table.staged_count
         self._store.metrics.streamed_bytes.add(in_place * self._block_bytes, Tier.DRAM.value)
 
-    def end(self, sequence: Sequence) -> None:
+    def end(self, sequence: Sequence, now: float) -> None:
         """A sequence is over, in whatever state."""
         if sequence in self._losing:
             self._losing.remove(sequence)
         if sequence in self._queue:
             self._queue.remove(sequence)
         else:
-            self._streams.pop(sequence.number).end()
+            self._streams.pop(sequence.number).end(now)
             self._retry_at = 0.0  # what it gives back may be what the next one lacked, or one that runs
             for stream in self._streams.values():
                 stream.sequence.stalled_since = None
@@ -194,7 +194,7 @@ class Streams:
         sequence, homes = stream.sequence, stream.homes
         if homes.refused:
             del self._streams[sequence.number]
-            stream.end()
+            stream.end(now)
             insort(self._queue, sequence, key=rank_of)
             if self._streams and homes.needed <= self._row_count():
                 # What they have will come back, and `end` says when.

@@ -59,6 +59,8 @@ class WriteItem(NamedTuple):
     """Asked once it is written; False: the source changed meanwhile, so the row does not count."""
     grant: Grant | None = None
     """A row that was asked for, to be used for it: it is published and leased in one step. Of the same tenant."""
+    leased: bool = False
+    """Publish and lease it in one step though no row was asked for."""
 
 
 class ReadItem(NamedTuple):
@@ -85,7 +87,7 @@ class ShelfDone(NamedTuple):
     ended_ns: int = 0
     """Monotonic; 0: not known, or it never began."""
     lease: Lease | None = None
-    """On the row that was written into a `WriteItem.grant`, if it is DONE; else the grant has gone back."""
+    """On the row that was written, if it is DONE and was to be leased; a `WriteItem.grant` has gone back else."""
 
 
 class Reply(NamedTuple):

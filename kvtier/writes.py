@@ -45,7 +45,7 @@ class ShelfWrites:
         """Rows under way, and what was asked for them meanwhile."""
         self._unsure: dict[int, Callable[[], bool]] = {}
         self._to_lease: set[Grant] = set()
-        """Rows under way into slots that were asked for."""
+        """Rows under way that are leased once they are published."""
         self._published: dict[Grant, tuple[Flight, IoResult]] = {}
 
     def __len__(self) -> int:
@@ -84,6 +84,8 @@ class ShelfWrites:
             self._writing[item.block_hash] = PLAIN
             if item.intact is not None:
                 self._unsure[ticket] = item.intact
+            if item.leased:
+                self._to_lease.add(grant)
         if allowed and not starting:  # no slot for a probe, or not yet: it is made once there is one
             self._watch.spared(ShelfOperation.WRITE, now)
         self._transfers.start(ShelfOperation.WRITE, starting)

@@ -83,6 +83,8 @@ FLOORS = {
         "promotion",
         "demotion",
         "draining",
+        "copy_leases",
+        "writing_back",
         "reopening",
         "source",
         "host_counts",

@@ -289,6 +289,26 @@ def test_rows_on_nvme_are_kept_while_others_write_and_the_keeper_is_replaced(
     assert engine.stats()["streamed_nvme_bytes"] > 0 and keepers(tmp_path / "cache") != before
 
 
+def test_all_that_one_has_computed_comes_to_nvme_once_and_is_found_by_the_next(
+    start: Start, expected: list[int]
+) -> None:
+    less = {
+        "tiers__dram__bytes": 20 * SLOT_BYTES,
+        "tiers__dram__staging_bytes": 40 * LAYOUT.slice_bytes,
+        "tiers__nvme__bytes": 3 * DRAM_BLOCKS * SLOT_BYTES + 100_000,
+    }
+    engine = start(**less)
+    [done] = engine.generate([PROMPT], PARAMS)
+    assert done.token_ids == expected and engine.stats()["streamed_nvme_bytes"] > 0
+    wait_for(lambda: engine.stats()["waiting_writes"] == engine.stats()["writing_blocks"] == 0)
+    sealed, stats = (len(PROMPT) + OUTPUT - 1) // BLOCK, engine.stats()
+    copies = engine.metrics.demoted_blocks.value
+    assert stats["nvme_writes"] == sealed and stats["dropped_writes"] == 0
+    assert copies("hbm", "dram") + copies("hbm", "nvme") == sealed, "a block was copied more than once"
+    [again] = engine.generate([PROMPT], PARAMS)
+    assert again.token_ids == expected and again.origin["computed"] == len(PROMPT) % BLOCK
+
+
 def main() -> None:
     """An engine that stands still with leased rows, until it is killed."""
     with opened(Path(sys.argv[1]), tiers__nvme__path=Path(sys.argv[2]), **SHARED) as engine:

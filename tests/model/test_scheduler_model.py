@@ -307,7 +307,7 @@ def run_streamed(load: Load, losing: bool, seen: Counter[str]) -> None:
 
 @pytest.mark.parametrize("hung", [False, True])
 def test_what_is_read_or_computed_by_its_cost_ends_with_the_right_tokens(hung: bool, tmp_path: Path) -> None:
-    load = make_load(tmp_path, 21, 12, SchedulerLimits(24, 5), faults=40, policy=LoadPolicy.AUTO)
+    load = make_load(tmp_path, 24, 12, SchedulerLimits(24, 5), faults=40, policy=LoadPolicy.AUTO)
     store, chance = load.engine.tiers.store, load.chance
     load.hbm_tokens, hung_count = 9 * BLOCK, 0
     for turn in range(600):

@@ -8,14 +8,17 @@ from pathlib import Path
 
 import pytest
 from fakes import SteppedTiers, chain_hashes
+from loose import share
 
 from kvtier.block import BlockHash, Tier
-from kvtier.demotion import BACK_ROWS, BACK_S, RETRY_MAX_S, RETRY_S, NvmePolicy
+from kvtier.copy_leases import KEPT_S, STANDING_S
+from kvtier.demotion import RETRY_MAX_S, RETRY_S, NvmePolicy
 from kvtier.io.base import Operation
 from kvtier.record import Record, tenant_digest
 from kvtier.retention import PLAIN, Retention, retention_of
 from kvtier.terms import SlotLimits
 from kvtier.ticket import WriteItem
+from kvtier.writing_back import BACK_ROWS, BACK_S
 from tests.rows import directory_of
 
 HASHES = chain_hashes(range(160))
@@ -200,11 +203,11 @@ def test_a_row_of_dram_that_waits_for_nvme_goes_after_those_that_are_there(tmp_p
     tiers.compute(HASHES[4:8], 1.0, 4)
     tiers.settle_all_but_hung(2.0)
     assert (on(tiers, Tier.DRAM), tiers.io[Tier.NVME].in_flight) == (8, 2), "the last two blocks wait for their turn"
-    tiers.compute(HASHES[8:10], 3.0, 8)
-    tiers.settle_all_but_hung(3.0)
+    tiers.compute(HASHES[8:10], 2.0 + KEPT_S, 8)
+    tiers.settle_all_but_hung(2.0 + KEPT_S)
     assert [tiers.shelves[Tier.DRAM].holds(one) for one in HASHES[:10]] == [True] * 2 + [False] * 2 + [True] * 6
     tiers.io[Tier.NVME].hanging.clear()
-    tiers.settle(4.0)
+    tiers.settle(4.0 + KEPT_S)
     assert on(tiers, Tier.NVME) == 10
     uses = [directory_of(tiers.shelves[Tier.DRAM]).use_of(one).last_use for one in HASHES[4:8]]
     assert uses == [1.0] * 4, "it outlives its parents"
@@ -233,7 +236,7 @@ def test_a_block_used_again_that_dram_has_lost_goes_to_nvme_through_dram(tmp_pat
 def test_back_looks_at_a_bounded_number_of_rows_however_often_it_is_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtier.demotion.BACK_ROWS", 3)
+    monkeypatch.setattr("kvtier.writing_back.BACK_ROWS", 3)
     tiers = SteppedTiers(tmp_path, hbm=24, dram=100, nvme=128, policy=NvmePolicy.BACK)
     chain = chain_hashes(range(100 * 8))
     for first in range(0, 100, 20):
@@ -484,3 +487,54 @@ def test_a_shelf_that_takes_nothing_is_asked_ever_less_often_and_at_once_when_ro
     demoter.room_came()
     tiers.settle(now - 0.01)
     assert on(tiers, Tier.DRAM) == 3 and demoter.retry_at == float("inf")
+
+
+def test_rows_of_a_shared_dram_that_wait_for_nvme_are_not_evicted_for_those_behind_them(tmp_path: Path) -> None:
+    tiers = SteppedTiers(tmp_path, hbm=20, dram=4, nvme=24)
+    share(tiers.shelves[Tier.DRAM])
+    tiers.compute(HASHES)
+    for _ in range(200):
+        tiers.store.poll(0.0)
+        tiers.io[Tier.DRAM].step()
+        tiers.io[Tier.NVME].step(1)  # the slower one
+    tiers.settle(0.0)
+    nvme, demoted = tiers.shelves[Tier.NVME], tiers.metrics.demoted_blocks.value
+    assert on(tiers, Tier.NVME) == 20 and tiers.store.stats()["dropped_writes"] == 0
+    assert nvme.stats()["stale"] == 0 and demoted("hbm", "dram") == 20, "a block was copied more than once"
+    assert len(tiers.shelves[Tier.DRAM].holdings) == 0
+
+
+def test_a_row_of_dram_that_went_before_its_copy_is_copied_anew_from_hbm(tmp_path: Path) -> None:
+    tiers = SteppedTiers(tmp_path, hbm=8, dram=8, nvme=8, queue_max=2)
+    share(tiers.shelves[Tier.DRAM])
+    tiers.io[Tier.NVME].hanging = {Operation.WRITE}
+    tiers.compute(HASHES[:5])
+    tiers.settle_all_but_hung(0.0)
+    dram = tiers.shelves[Tier.DRAM]
+    [record] = dram.find(HASHES[3:4])
+    dram.drop([record], "evicted")
+    tiers.io[Tier.NVME].hanging.clear()
+    tiers.settle(0.1)
+    assert (on(tiers, Tier.DRAM), on(tiers, Tier.NVME)) == (5, 5)
+    assert tiers.store.stats()["dropped_writes"] == 0 and len(dram.holdings) == 0
+
+
+def test_rows_are_kept_for_a_disk_that_hangs_no_longer_than_it_says(tmp_path: Path) -> None:
+    tiers = SteppedTiers(tmp_path, hbm=40, dram=8, nvme=24, late_s=60.0)
+    share(tiers.shelves[Tier.DRAM])
+    dram = tiers.shelves[Tier.DRAM]
+    tiers.io[Tier.NVME].hanging = {Operation.WRITE}
+    tiers.compute(HASHES[:8])
+    tiers.settle_all_but_hung(1.0)
+    assert len(dram.holdings) == 4 and on(tiers, Tier.DRAM) == 4, "half of the rows, and nothing evicts them"
+    tiers.settle_all_but_hung(1.0 + STANDING_S + RETRY_S)
+    assert len(dram.holdings) == 4 and on(tiers, Tier.DRAM) == 8, "what stands holds nothing up"
+    tiers.settle_all_but_hung(1.0 + KEPT_S)
+    assert len(dram.holdings) == 0
+    tiers.compute(HASHES[8:16], first=8)
+    tiers.settle_all_but_hung(1.0 + KEPT_S)
+    assert len(dram.holdings) == 0
+    assert [dram.holds(one) for one in HASHES[:16]] == [False] * 8 + [True] * 8, "a row that nobody holds stays"
+    tiers.io[Tier.NVME].hanging.clear()
+    tiers.settle(7.0)
+    assert on(tiers, Tier.NVME) == 16 and len(dram.holdings) == 0, "what had gone from DRAM is still in HBM"

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from fakes import LAYOUT, SteppedEngine, SteppedTiers, make_sequence
+from loose import share
 
 from kvtier.block import Tier
 from kvtier.io.base import Operation
@@ -286,6 +287,22 @@ def test_a_block_whose_home_is_on_nvme_takes_no_place_in_dram_as_well(tmp_path: 
     turns.check_tokens(sequence)
     copies = turns.tiers.metrics.demoted_blocks.value
     assert copies("hbm", "nvme") == 10 and copies("hbm", "dram") == 8 + 2, "8 homes, and 2 blocks that needed none"
+
+
+def test_rows_of_one_that_is_over_are_kept_until_nvme_has_them(tmp_path: Path) -> None:
+    turns = Turns(tmp_path, hbm=8, dram=10, nvme=60)
+    share(turns.dram)
+    turns.tiers.io[Tier.NVME].hanging.add(Operation.WRITE)
+    sequence = turns.add(0, 11, output_max=1)
+    turns.until(sequence)
+    assert len(turns.dram.holdings) == 5, "half of DRAM's rows"
+    turns.step()
+    turns.step()
+    kept = [turns.dram.holds(one) for one in sequence.hashes[:9]]
+    assert kept == [True] * 9, "a block that needed no home has taken the place of one that NVMe lacks"
+    turns.tiers.io[Tier.NVME].hanging.clear()
+    turns.check_tokens(sequence)
+    assert all(turns.tiers.shelves[Tier.NVME].holds(one) for one in sequence.hashes)
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 5, 9, 30, 60])
