@@ -35,18 +35,25 @@ def what_is_short(error: BaseException | None) -> str:
     return ""
 
 
+def why_no_ring(error: OSError) -> str:
+    """What an error with an io_uring to be made means, and the way out. Some kernels count rings as locked memory."""
+    return f"{error.strerror or error}{_locking(error.errno)}"
+
+
 def why_not_registered(number: int) -> str:
     """What an error with memory to be registered with an io_uring means, and the way out."""
-    if number == errno.ENOMEM:
-        limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-        text = "without limit" if limit == resource.RLIM_INFINITY else bytes_text(limit)
-        return (
-            f"its memory cannot be registered with io_uring, a process may lock {text} here; raise `ulimit -l` (for a "
-            "container `--ulimit memlock=-1`)"
-        )
+    text = "its memory cannot be registered with io_uring"
     if number == errno.EINVAL:
-        return "its memory cannot be registered with io_uring, which needs Linux 5.19 or later"
-    return f"its memory cannot be registered with io_uring: {os.strerror(number)}"
+        return f"{text}, which needs Linux 5.19 or later"
+    return f"{text}: {os.strerror(number)}{_locking(number)}"
+
+
+def _locking(number: int | None) -> str:
+    """What to add to an error that may come of the limit of locked memory."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if number != errno.ENOMEM or limit == resource.RLIM_INFINITY:
+        return ""
+    return f", a process may lock {bytes_text(limit)} here; raise `ulimit -l` (for a container `--ulimit memlock=-1`)"
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ from kvtier.io.base import IoEngine, KernelCalls, Mover, SystemCalls
 from kvtier.io.threads import ThreadsEngine
 from kvtier.io.uring import UringEngine
 from kvtier.journal import Journal
-from kvtier.process_limits import what_is_short
+from kvtier.process_limits import what_is_short, why_no_ring
 from kvtier.rebuild import scan_headers
 from kvtier.replay import JournalShape, Replay, ReplayState, replay
 from kvtier.shelf import Shelf
@@ -186,7 +186,7 @@ def nvme_engine(
             short = what_is_short(error)
             lasting = ", until the shelf is opened anew, whatever is free by then" if short else ""
             text = "io.engine: no io_uring here (%s), NVMe is read and written by threads%s"
-            log.warning(text, short or error.strerror, lasting)
+            log.warning(text, short or why_no_ring(error), lasting)
     return ThreadsEngine(io.readers, io.writers, limits.in_flight_max, wake, calls)
 
 

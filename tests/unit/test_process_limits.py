@@ -31,7 +31,13 @@ from kvtier.keeper.spawn import connect, hang_up, knock
 from kvtier.keeper.takeover import open_nvme
 from kvtier.keeper.wire import Stop
 from kvtier.outbox import Outbox
-from kvtier.process_limits import raise_descriptor_limit, shortage_as_config_error, what_is_short
+from kvtier.process_limits import (
+    raise_descriptor_limit,
+    shortage_as_config_error,
+    what_is_short,
+    why_no_ring,
+    why_not_registered,
+)
 from kvtier.shelves import row_format
 from kvtier.terms import STANDARD
 from tests.rows import IO, LAYOUT, NAMESPACE, NVME_BYTES
@@ -64,6 +70,17 @@ def _wrapped(error: OSError) -> None:
         raise error
     except OSError:
         raise ShelfError("the cache directory cannot be used") from None
+
+
+def test_memory_that_io_uring_may_not_lock_names_the_limit_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    no_memory, forbidden = (OSError(number, os.strerror(number)) for number in (errno.ENOMEM, errno.EPERM))
+    for limit, way_out in ((1 << 16, ", a process may lock 64.0 KiB here; raise `ulimit -l`"), (-1, "")):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, limit=limit: (limit, limit))
+        texts = why_no_ring(no_memory), why_not_registered(errno.ENOMEM)
+        for text in texts:
+            assert f"Cannot allocate memory{way_out}" in text and ("ulimit" in text) == bool(way_out)
+        assert why_no_ring(forbidden) == "Operation not permitted"
+        assert "Linux 5.19" in why_not_registered(errno.EINVAL)
 
 
 def test_only_a_shortage_becomes_a_config_error() -> None:

@@ -360,7 +360,7 @@ LASTING = ", until the shelf is opened anew, whatever is free by then"
     [
         (errno.EPERM, r"\(injected\), NVMe is read and written by threads"),
         (errno.ENOSYS, r"\(injected\), NVMe is read and written by threads"),
-        (errno.ENOMEM, r"\(injected\), NVMe is read and written by threads"),
+        (errno.ENOMEM, r"\(injected(, .* raise `ulimit -l` .*)?\), NVMe is read and written by threads"),
         (errno.EMFILE, rf"\(.* raise `ulimit -n`\), NVMe is read and written by threads{LASTING}"),
         (errno.ENFILE, rf"\(.* raise the sysctl fs.file-max\), NVMe is read and written by threads{LASTING}"),
     ],
