@@ -6,6 +6,7 @@ Callers own every tensor behind an address and vouch for its shape. Strides are 
 import enum
 
 from kvtier.io.base import Ended, IoRequest, IoResult, Operation
+from kvtier.record import Record
 
 def supported_isas() -> list[str]: ...
 def checksum_isas() -> list[str]: ...
@@ -13,6 +14,8 @@ def checksum_rows(rows: list[memoryview], slice_bytes: int, isa: str = "auto", r
 def copy_rows(
     sources: list[memoryview], targets: list[memoryview], slice_bytes: int, isa: str = "auto", runs: int = 0
 ) -> list[bytes]: ...
+def pack_header(page: memoryview, record: Record, namespace: bytes, row_bytes: int, slice_bytes: int) -> None: ...
+def is_header_of(page: memoryview, record: Record, namespace: bytes, row_bytes: int, slice_bytes: int) -> bool: ...
 
 class Type(enum.Enum):
     float32 = 0

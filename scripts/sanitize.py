@@ -31,6 +31,7 @@ SUITES = (
     "test_native_layers.py",
     "test_native_reading.py",
     "test_checksum.py",
+    "test_header.py",
     "test_uring.py",
     "test_uring_registered.py",
 )

@@ -195,7 +195,33 @@ void absorb_avx512(Sums& sums, const char* source, char* target, bool last, cons
 
 #endif
 
+Absorb fastest() {
+#ifdef KVTIER_X86
+    if (__builtin_cpu_supports("avx512f")) return &absorb_avx512<false>;
+    if (__builtin_cpu_supports("avx2")) return &absorb_avx2<false>;
+#endif
+    return &absorb_plain;
+}
+
 }  // namespace
+
+std::uint64_t checksum_alone(const char* source, std::size_t bytes) {
+    if (bytes == 0 || (bytes - 1) % CHECKSUM_STEP < CHECKSUM_STEP - STRIPE) {
+        throw std::invalid_argument("the last block is not nearly whole");
+    }
+    const Absorb absorb = fastest();
+    alignas(STRIPE) Sums sums;
+    std::memcpy(sums, START, sizeof START);
+    const char* const rest = source + (bytes - 1) / CHECKSUM_STEP * CHECKSUM_STEP;
+    for (; source != rest; source += CHECKSUM_STEP) absorb(sums, source, nullptr, false, source);
+    // The last stripe of all are the last 64 bytes, whether they lie behind the one before or begin within it.
+    const std::size_t left = (bytes - 1) % CHECKSUM_STEP + 1;
+    char block[CHECKSUM_STEP];
+    std::memcpy(block, rest, CHECKSUM_STEP - STRIPE);
+    std::memcpy(block + CHECKSUM_STEP - STRIPE, rest + left - STRIPE, STRIPE);
+    absorb(sums, block, nullptr, true, block);
+    return merged(sums, bytes);
+}
 
 std::vector<std::string> checksum_isas() {
     std::vector<std::string> names;

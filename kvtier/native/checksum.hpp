@@ -1,7 +1,7 @@
 // XXH3, 64 bits and no seed, of slices that lie one behind the other, which can be copied in the same pass: memory is
 // read once.
 //
-// For lengths in steps of 1 KiB only, which all slices of a row have. Knows neither rows nor Python.
+// For lengths in steps of 1 KiB, which all slices of a row have, but for one function. Knows neither rows nor Python.
 #pragma once
 
 #include <cstddef>
@@ -26,6 +26,9 @@ std::size_t checksum_runs();
 // "auto" is the best that this CPU can run; std::invalid_argument for one that it cannot. `runs` 1 or 8, 0 for
 // checksum_runs().
 Checksum checksum_for(const std::string& isa, std::size_t runs = 0);
+
+// XXH3, 64 bits and no seed, of bytes whose last block of 1 KiB lacks less than 64: of a header, for one.
+std::uint64_t checksum_alone(const char* source, std::size_t bytes);
 
 // What this CPU and this build can run, best first.
 std::vector<std::string> checksum_isas();

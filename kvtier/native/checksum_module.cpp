@@ -1,6 +1,6 @@
-// The part of kvtier._native that checksums and copies rows, over Python's buffers.
+// The part of kvtier._native that checksums and copies rows, and packs and judges their headers, over Python's buffers.
 //
-// Takes many rows a call, since to get the GIL back may take longer than to copy one. Knows no header and no record.
+// Takes many rows a call, since to get the GIL back may take longer than to copy one; for a header nobody gives it up.
 #include "checksum_module.hpp"
 
 #include <memory>
@@ -13,6 +13,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "checksum.hpp"
+#include "header.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -80,6 +81,51 @@ nb::list copy_rows(nb::list sources, nb::list targets, std::size_t slice_bytes, 
     return run(buffers_of(sources, PyBUF_SIMPLE), &targets_, slice_bytes, isa, runs);
 }
 
+// The fields of Record.
+enum Field : Py_ssize_t { BLOCK_HASH, SLOT, GENERATION, DEPTH, SUMS, PRIORITY, EXPIRY_S, TENANT, PINNED, FIELDS };
+
+// Bytes of an object, if it has as many as `bytes` or that is 0; else null.
+const char* bytes_of(nb::handle object, std::size_t bytes) {
+    if (!PyBytes_Check(object.ptr()) || (bytes && std::size_t(PyBytes_GET_SIZE(object.ptr())) != bytes)) return nullptr;
+    return PyBytes_AS_STRING(object.ptr());
+}
+
+// Whether a header can be of that row at all; what `row` points to is the arguments' own.
+bool claim_of(nb::handle record, nb::handle name_space, RowClaim& row) {
+    if (!PyTuple_Check(record.ptr()) || PyTuple_GET_SIZE(record.ptr()) != FIELDS) {
+        throw nb::type_error("a record has the fields of Record");
+    }
+    const auto field = [record](Field which) { return nb::handle(PyTuple_GET_ITEM(record.ptr(), which)); };
+    row.name_space = bytes_of(name_space, HEADER_NAME_BYTES);
+    row.block_hash = bytes_of(field(BLOCK_HASH), HEADER_NAME_BYTES);
+    row.tenant = bytes_of(field(TENANT), HEADER_TENANT_BYTES);
+    row.sums = bytes_of(field(SUMS), 0);
+    if (!row.name_space || !row.block_hash || !row.tenant || !row.sums) return false;
+    row.sums_bytes = std::size_t(PyBytes_GET_SIZE(field(SUMS).ptr()));
+    return nb::try_cast(field(SLOT), row.slot) && nb::try_cast(field(GENERATION), row.generation) &&
+           nb::try_cast(field(DEPTH), row.depth) && nb::try_cast(field(PRIORITY), row.priority) &&
+           nb::try_cast(field(EXPIRY_S), row.expiry_s) && nb::try_cast(field(PINNED), row.pinned) && fits_header(row);
+}
+
+void pack_header_(nb::handle page, nb::handle record, nb::handle name_space, std::uint64_t row_bytes,
+                  std::uint64_t slice_bytes) {
+    RowClaim row{};
+    row.row_bytes = row_bytes, row.slice_bytes = slice_bytes;
+    const Buffer target(page, PyBUF_WRITABLE);
+    if (target.bytes() != HEADER_BYTES || !claim_of(record, name_space, row)) {
+        throw std::invalid_argument("no header has room for that");
+    }
+    pack_header(target.data(), row);
+}
+
+bool is_header_of_(nb::handle page, nb::handle record, nb::handle name_space, std::uint64_t row_bytes,
+                   std::uint64_t slice_bytes) {
+    RowClaim row{};
+    row.row_bytes = row_bytes, row.slice_bytes = slice_bytes;
+    const Buffer source(page, PyBUF_SIMPLE);
+    return source.bytes() == HEADER_BYTES && claim_of(record, name_space, row) && is_header_of(source.data(), row);
+}
+
 }  // namespace
 
 void add_checksums(nb::module_& module) {
@@ -88,6 +134,10 @@ void add_checksums(nb::module_& module) {
                "For each row the xxh3_64 sums of its slices. The GIL is released.");
     module.def("copy_rows", &copy_rows, "sources"_a, "targets"_a, "slice_bytes"_a, "isa"_a = "auto", "runs"_a = 0,
                "Copy rows; for each the xxh3_64 sums of the slices at its target. The GIL is released.");
+    module.def("pack_header", &pack_header_, "page"_a, "record"_a, "namespace"_a, "row_bytes"_a, "slice_bytes"_a,
+               "Write the header of a row.");
+    module.def("is_header_of", &is_header_of_, "page"_a, "record"_a, "namespace"_a, "row_bytes"_a, "slice_bytes"_a,
+               "Whether a page is a sound header of a row, whatever priority, expiry and pin it names.");
 }
 
 }  // namespace kvtier

@@ -1,13 +1,15 @@
 """The 4 KiB header in front of every row of a slab, and the check of a row against its record.
 
-Owns the format on disk: what it binds, and the sums. A torn, stale, swapped, misdirected or truncated row fails
-`check_row`. Knows no file and no directory. Called on I/O workers (pack, check) and by the rebuild (parse).
+Owns the format on disk: what it binds, and the sums; native/header.cpp has the same in C++, for speed. A torn, stale,
+swapped, misdirected or truncated row fails `check_row`. Knows no file and no directory. Called on I/O workers (pack,
+check) and by the rebuild (parse).
 """
 
 from __future__ import annotations
 
 import enum
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from xxhash import xxh3_64_intdigest
@@ -85,26 +87,7 @@ def pack_header(target: memoryview, record: Record, form: RowFormat) -> None:
     """Write the header of `record` into `target` (4 KiB)."""
     assert target.nbytes == HEADER_BYTES and len(record.block_hash) == 32 and len(record.tenant) == 16
     assert len(record.sums) == form.slice_count * SUM_BYTES, len(record.sums)
-    _WHOLE.pack_into(
-        target,
-        0,
-        MAGIC,
-        HEADER_VERSION,
-        form.slice_count,
-        form.namespace,
-        record.block_hash,
-        record.tenant,
-        record.depth,
-        record.priority,
-        record.slot,
-        record.generation,
-        form.row_bytes,
-        form.slice_bytes,
-        record.expiry_s,
-        record.pinned,
-        record.sums,
-    )
-    _SELF_SUM.pack_into(target, _SELF_SUM_OFFSET, xxh3_64_intdigest(target[:_SELF_SUM_OFFSET]))
+    _pack(target, record, form.namespace, form.row_bytes, form.slice_bytes)
 
 
 def parse_header(source: memoryview) -> tuple[Record, RowFormat] | None:
@@ -132,7 +115,7 @@ def check_row(header: memoryview, row: memoryview, record: Record, form: RowForm
 
     The header has the priority, expiry and pin that the row was written with; the record's may have been raised since.
     """
-    if not _is_header_of(header, record, form):
+    if not _is_header_of(header, record, form.namespace, form.row_bytes, form.slice_bytes):
         return Verdict.HEADER if parse_header(header) is None else Verdict.IDENTITY
     if (sums or slice_sums(row, form.slice_bytes)) != record.sums:
         return Verdict.SUMS
@@ -145,14 +128,39 @@ def check_slices(slices: memoryview, layers: range, record: Record, form: RowFor
     return _GOOD if (sums or slice_sums(slices, form.slice_bytes)) == wanted else Verdict.SUMS
 
 
-def _is_header_of(source: memoryview, record: Record, form: RowFormat) -> bool:
-    """Whether this is a sound header of that row, whatever priority, expiry and pin it names."""
+def pack_plainly(target: memoryview, record: Record, namespace: bytes, row_bytes: int, slice_bytes: int) -> None:
+    """`pack_header` without the native module."""
+    _WHOLE.pack_into(
+        target,
+        0,
+        MAGIC,
+        HEADER_VERSION,
+        row_bytes // slice_bytes,
+        namespace,
+        record.block_hash,
+        record.tenant,
+        record.depth,
+        record.priority,
+        record.slot,
+        record.generation,
+        row_bytes,
+        slice_bytes,
+        record.expiry_s,
+        record.pinned,
+        record.sums,
+    )
+    _SELF_SUM.pack_into(target, _SELF_SUM_OFFSET, xxh3_64_intdigest(target[:_SELF_SUM_OFFSET]))
+
+
+def is_header_of_plainly(
+    source: memoryview, record: Record, namespace: bytes, row_bytes: int, slice_bytes: int
+) -> bool:
+    """Whether this is a sound header of that row, whatever priority, expiry and pin it names; likewise."""
     if source.nbytes != HEADER_BYTES:
         return False
     claimed = _FIXED.unpack_from(source)
     priority, expiry_s, pinned = claimed[7], *claimed[12:]
     block_hash, slot, generation, depth, sums, _, _, tenant, _ = record
-    namespace, row_bytes, slice_bytes = form.namespace, form.row_bytes, form.slice_bytes
     count = row_bytes // slice_bytes
     identity = (MAGIC, HEADER_VERSION, count, namespace, block_hash, tenant, depth)
     return (
@@ -163,3 +171,18 @@ def _is_header_of(source: memoryview, record: Record, form: RowFormat) -> bool:
         and pinned <= 1
         and _SELF_SUM.unpack_from(source, _SELF_SUM_OFFSET)[0] == xxh3_64_intdigest(source[:_SELF_SUM_OFFSET])
     )
+
+
+Pack = Callable[[memoryview, Record, bytes, int, int], None]
+IsHeaderOf = Callable[[memoryview, Record, bytes, int, int], bool]
+
+
+def _fastest() -> tuple[Pack, IsHeaderOf]:
+    try:
+        from kvtier._native import is_header_of, pack_header
+    except ImportError:
+        return pack_plainly, is_header_of_plainly
+    return pack_header, is_header_of
+
+
+_pack, _is_header_of = _fastest()

@@ -1,4 +1,4 @@
-"""The row header: packs, parses, and tells every kind of wrong row from the right one."""
+"""The row header: packs, parses, and tells every kind of wrong row from the right one, in C++ and in Python."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import dataclasses
 import random
 
 import pytest
+from xxhash import xxh3_64_intdigest
 
 from kvtier.record import Record, tenant_digest
+from kvtier.tiers import header
 from kvtier.tiers.checksum import slice_sums
 from kvtier.tiers.header import (
     HEADER_BYTES,
@@ -22,6 +24,16 @@ from tests.rows import LAYOUT, NAMESPACE, aligned, block_hashes, filled
 
 FORM = RowFormat.of(LAYOUT, NAMESPACE)
 HASH, OTHER_HASH = block_hashes(2)
+WAYS = {"chosen": (header._pack, header._is_header_of), "python": (header.pack_plainly, header.is_header_of_plainly)}
+
+
+@pytest.fixture(autouse=True, params=WAYS)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Which of the two packs and judges."""
+    pack, is_header_of = WAYS[request.param]
+    monkeypatch.setattr(header, "_pack", pack)
+    monkeypatch.setattr(header, "_is_header_of", is_header_of)
+    return str(request.param)
 
 
 def written(block_hash: bytes = HASH, slot: int = 5, generation: int = 9) -> tuple[memoryview, memoryview, Record]:
@@ -76,6 +88,27 @@ def test_every_flipped_bit_of_the_header_is_caught() -> None:
         page[place] ^= 1 << chance.randrange(8)
         assert check_row(page, row, record, FORM) is Verdict.HEADER, place
         pack_header(page, record, FORM)
+
+
+def test_the_two_ways_pack_the_same_bytes_and_judge_alike_whatever_a_header_with_a_right_sum_says() -> None:
+    page, _, record = written()
+    where = (record, FORM.namespace, FORM.row_bytes, FORM.slice_bytes)
+    for pack, _ in WAYS.values():
+        other = aligned(HEADER_BYTES)
+        other[:] = b"\xee" * HEADER_BYTES
+        pack(other, *where)
+        assert other == page
+    chance = random.Random(4)
+    judged = dict[int, bool]()
+    for place in [*range(200), *(chance.randrange(HEADER_BYTES - 8) for _ in range(100))]:
+        before = page[place]
+        page[place] ^= 1 << chance.randrange(8)
+        page[-8:] = xxh3_64_intdigest(page[:-8]).to_bytes(8, "little")
+        judged[place], plainly = (is_header_of(page, *where) for _, is_header_of in WAYS.values())
+        assert judged[place] == plainly, place
+        page[place] = before
+    assert not any(judged[place] for place in [*range(100), *range(104, 136), *range(152, 176)])
+    assert all(judged[place] for place in [100, 136, *range(145, 152)]), "priority and expiry, a little; what is unused"
 
 
 def test_a_flipped_bit_anywhere_in_the_row_is_caught() -> None:
