@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import fnmatch
 import importlib.metadata
+import os
 import re
+import shutil
+import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args, get_origin
@@ -121,6 +125,23 @@ def test_the_container_runs_as_an_ordinary_user_with_a_volume() -> None:
     assert verbs["VOLUME"] == "/cache" and "chmod -R a-w" in dict(reversed(last_stage))["RUN"] + verbs["RUN"]
     assert "kvtier.cli.serve" in verbs["ENTRYPOINT"]
     assert "g++" not in " ".join(rest for _, rest in last_stage)
+
+
+def test_without_a_compiler_the_package_is_built_in_pure_python(tmp_path: Path) -> None:
+    pytest.importorskip("scikit_build_core")
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "kvtier", tmp_path / "kvtier", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--no-index", "--no-deps"]
+    command += ["--no-build-isolation", "--wheel-dir", str(tmp_path), str(tmp_path)]
+    nothing = {"CC": shutil.which("false") or "", "CXX": shutil.which("false") or ""}
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | nothing)
+    assert done.returncode == 0, done.stdout + done.stderr
+    [wheel] = tmp_path.glob("*.whl")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    with zipfile.ZipFile(wheel) as packed:
+        there = {name for name in packed.namelist() if name.endswith(".py")}
+    assert there == {str(path.relative_to(ROOT)) for path in (ROOT / "kvtier").rglob("*.py")}
 
 
 def test_versions_agree() -> None:
