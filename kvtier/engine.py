@@ -35,6 +35,8 @@ from kvtier.scheduler import Scheduler, SchedulerLimits
 from kvtier.session import RequestHandle, sample_row
 from kvtier.turns import StreamedTurns
 
+BESIDE_TOKENS_CPU = 256
+"""`scheduler.beside_tokens` of a CPU: half of the default step, for a few percent more of its time a prompt token."""
 Prompt = str | list[int] | list[dict[str, object]]
 """Text, token ids, or chat messages."""
 
@@ -83,7 +85,7 @@ class Engine:
         self.model_config = parts.decoder.config
         self._store = parts.store
         self._runner = Runner(parts.decoder, sample_row, device, parts.near)
-        limits = SchedulerLimits(config.scheduler.step_tokens, config.scheduler.sequences_max)
+        limits = _scheduler_limits(config)
         self._scheduler = Scheduler(parts.store, limits, parts.streams)
         self._intake = Intake(parts, config)
         self._outbox = Outbox(config.senders)
@@ -254,3 +256,10 @@ class EventStream(Iterator[TokenEvent]):
 
     def __del__(self) -> None:
         self.close()
+
+
+def _scheduler_limits(config: EngineConfig) -> SchedulerLimits:
+    limits, beside_tokens = config.scheduler, config.scheduler.beside_tokens
+    if beside_tokens is None and config.device == "cpu":  # a GPU reads all weights for few tokens as for many
+        beside_tokens = BESIDE_TOKENS_CPU
+    return SchedulerLimits(limits.step_tokens, limits.sequences_max, beside_tokens)

@@ -72,6 +72,7 @@ def config(
             "attention": variant.attention,
             "io.readers": 1,
             "scheduler.step_tokens": step_tokens,
+            "scheduler.beside_tokens": step_tokens // 3,
         },
     )
 

@@ -223,7 +223,8 @@ def test_random_loads_end_with_the_right_tokens(
     seed: int, hbm: int, step_tokens: int, sequences_max: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     print("seed", seed)
-    load = make_load(tmp_path, seed, hbm, SchedulerLimits(step_tokens, sequences_max), faults=60, asking=True)
+    limits = SchedulerLimits(step_tokens, sequences_max, beside_tokens=step_tokens // 3)
+    load = make_load(tmp_path, seed, hbm, limits, faults=60, asking=True)
     monkeypatch.setattr(time, "time", lambda: load.now)
     for _ in range(1500):
         if load.chance.random() < 0.25 and len(load.live) < 12:

@@ -25,9 +25,11 @@ def make_engine(
     dram: int = 16,
     nvme: int = 0,
     spare_count: int = 0,
+    beside_tokens: int | None = None,
 ) -> SteppedEngine:
     tiers = SteppedTiers(folder, hbm, dram, nvme, queue_max=64, spare_count=spare_count)
-    return SteppedEngine(tiers, Scheduler(tiers.store, SchedulerLimits(step_tokens, sequences_max)))
+    limits = SchedulerLimits(step_tokens, sequences_max, beside_tokens)
+    return SteppedEngine(tiers, Scheduler(tiers.store, limits))
 
 
 def add(engine: SteppedEngine, number: int, length: int, output_max: int = 4, priority: int = 0) -> Sequence:
@@ -58,6 +60,18 @@ def test_decoding_goes_before_prefill_in_one_budget(tmp_path: Path) -> None:
     assert step(engine) == {0: 10}
     add(engine, 1, 30)
     assert step(engine) == {0: 1, 1: 9}
+
+
+def test_prompts_have_less_of_a_pass_while_others_decode(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path, step_tokens=40, beside_tokens=8)
+    first, second = add(engine, 0, 10, output_max=3), add(engine, 1, 5, output_max=3)
+    assert step(engine) == {0: 10, 1: 5}
+    long = add(engine, 2, 70, output_max=2)
+    assert step(engine) == {0: 1, 1: 1, 2: 8}
+    assert step(engine) == {0: 1, 1: 1, 2: 8}
+    assert first.finish_reason is second.finish_reason is FinishReason.LENGTH
+    assert [step(engine) for _ in range(3)] == [{2: 40}, {2: 14}, {2: 1}]
+    assert long.tokens[70:] == engine.model.expected(long.tokens[:70], 2)
 
 
 def test_no_more_than_the_configured_number_of_sequences_run(tmp_path: Path) -> None:
