@@ -111,7 +111,7 @@ class RowTransfers:
 
     def register_memory(self, memory: memoryview) -> None:
         """Rows to be written will lie in this memory; see `IoEngine`."""
-        for one in (self._write_pages.memory, memory):
+        for one in (memory, self._write_pages.memory):  # header pages bring little where that is refused
             self._engine.register_memory(one)
 
     def __len__(self) -> int:

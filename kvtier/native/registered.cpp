@@ -14,6 +14,7 @@ constexpr unsigned PIECES_MAX = 4096;
 }  // namespace
 
 int RegisteredMemory::add(const iovec& memory) {
+    if (is_short_) return ENOMEM;
     if (!has_table_) {
         if (const int error = kernel_.make_buffer_table(PIECES_MAX)) return error;
         has_table_ = true;
@@ -27,7 +28,10 @@ int RegisteredMemory::add(const iovec& memory) {
         if (place != pieces_.end() && place->begin < piece.end) return EEXIST;
         if (pieces_.size() == PIECES_MAX) return ENOSPC;
         const iovec span{reinterpret_cast<void*>(piece.begin), piece.end - piece.begin};
-        if (const int error = kernel_.register_buffer(unsigned(piece.number), span)) return error;
+        if (const int error = kernel_.register_buffer(unsigned(piece.number), span)) {
+            is_short_ = error == ENOMEM;
+            return error;
+        }
         pieces_.insert(place, piece);
     }
     return 0;

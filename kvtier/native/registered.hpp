@@ -20,6 +20,7 @@ class RegisteredMemory {
     explicit RegisteredMemory(KernelRing& kernel) : kernel_(kernel) {}
 
     // 0, or the number of an error, with as much registered as could be. What is registered already is left as it is.
+    // After ENOMEM nothing more is: what may be locked is the user's, and other rings need some of it.
     int add(const iovec& memory);
     // The number of the piece that all of `span` lies in; -1: there is none.
     int find(const iovec& span) const;
@@ -31,7 +32,7 @@ class RegisteredMemory {
     };
 
     KernelRing& kernel_;
-    bool has_table_ = false;
+    bool has_table_ = false, is_short_ = false;
     std::vector<Piece> pieces_;  // by address, none over another
 };
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -222,6 +223,8 @@ def test_what_goes_from_dram_to_nvme_goes_from_registered_memory(
         [answer] = engine.generate([prompt(1)], ONE)
         wait_for(lambda: engine.stats()["nvme_writes"] == 4)
         lane = engine._store._shelves[Tier.NVME]._transfers._engine._writes  # type: ignore[attr-defined]
+        if lane._ring.refusal() == errno.ENOMEM:
+            pytest.skip("too little memory may be locked here")
         assert lane._ring.registered_moves == 4 and lane._ring.refusal() == 0
         for tier in ("hbm", "dram"):
             engine.evict(tier)
