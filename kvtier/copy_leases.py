@@ -24,7 +24,7 @@ LACKING_S, LACKING_GAP_S = 1.0, 2.0
 
 
 class CopyLeases:
-    """See the module. Its length is that of the leases that it has."""
+    """See the module. Its length is that of the leases that it has. Call `settle` after each poll of the shelves."""
 
     def __init__(self, shelves: Mapping[Tier, Shelf]) -> None:
         self._shelves = shelves
@@ -32,16 +32,18 @@ class CopyLeases:
         """Being written to DRAM, to be leased once they are there."""
         self._kept: dict[BlockHash, tuple[Lease, float]] = {}
         """With the time until which, the earliest first."""
+        self._over: list[Lease] = []
+        """To be given back, all at once."""
         self._waits_since: float | None = None
         """When NVMe was last seen to get on while rows were kept; None: none was."""
         self._lacked_from = self._lacked_at = -LACKING_GAP_S
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._kept) + len(self._over)
 
     def held(self, tier: Tier) -> int:
         """Leases on rows of a tier."""
-        return len(self._kept) if tier is Tier.DRAM else 0
+        return len(self) if tier is Tier.DRAM else 0
 
     def blocks(self) -> set[BlockHash]:
         """Those whose rows are kept."""
@@ -90,19 +92,21 @@ class CopyLeases:
         """A block does not wait for NVMe any more."""
         kept = self._kept.pop(block_hash, None)
         if kept is not None:
-            self._shelves[Tier.DRAM].holdings.end_leases([kept[0]])
+            self._over.append(kept[0])
 
-    def expire(self, now: float) -> None:
-        """Let go of the rows whose time is over, and of all if nothing can come of them any more."""
+    def settle(self, now: float) -> None:
+        """Give back what is over, by its block or its time; all if nothing can come of it any more."""
         if self._kept and (self._shelves[Tier.DRAM].is_lost or Tier.NVME not in self._shelves):
             self.end_all()
         while self._kept and next(iter(self._kept.values()))[1] <= now:
             self.end(next(iter(self._kept)))
+        self._give_back()
 
     def end_all(self) -> None:
         """Let go of all."""
         for block_hash in list(self._kept):
             self.end(block_hash)
+        self._give_back()
 
     def lacking(self, now: float) -> None:
         """A streamed sequence could not have its rows, and no other one has any that will come back."""
@@ -111,6 +115,11 @@ class CopyLeases:
         self._lacked_at = now
         if self._makes_way(now):
             self.end_all()
+
+    def _give_back(self) -> None:
+        if self._over:
+            over, self._over = self._over, []
+            self._shelves[Tier.DRAM].holdings.end_leases(over)
 
     def _makes_way(self, now: float) -> bool:
         lacks = now - self._lacked_at <= LACKING_GAP_S

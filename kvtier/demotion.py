@@ -116,7 +116,7 @@ class Demoter:
 
     def pump(self, now: float) -> None:
         """Start as many wished writes as the shelves take, and wish for what the policy wants."""
-        self.copy_leases.expire(now)
+        self.copy_leases.settle(now)
         if self._policy is NvmePolicy.BACK:
             for record in self._writing_back.due(now):
                 self.wish(Tier.NVME, record.block_hash, record.depth)
@@ -127,6 +127,7 @@ class Demoter:
                 and self._start(tier, now)
             ):
                 pass
+        self.copy_leases.settle(now)
 
     def finish(self, poll: Callable[[float], None], end: float) -> None:
         """Call `poll`, which pumps, until all that was wished is written, nothing moves any more, or it is `end`."""

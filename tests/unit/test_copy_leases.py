@@ -51,9 +51,9 @@ def test_a_row_is_kept_until_its_copy_is_there_or_its_time_is_over(kept: Kept) -
     kept.keep(1, 2.0)
     kept.keep(2, 2.0)
     kept.leases.copied(HASHES[1], 2.5)
-    kept.leases.expire(1.0 + KEPT_S)
+    kept.leases.settle(1.0 + KEPT_S)
     assert kept.leases.blocks() == {HASHES[2]} and len(kept.dram.holdings) == 1
-    kept.leases.expire(2.0 + KEPT_S)
+    kept.leases.settle(2.0 + KEPT_S)
     assert len(kept.leases) == len(kept.dram.holdings) == 0
 
 
@@ -61,7 +61,7 @@ def test_no_more_rows_are_kept_once_nvme_stands_until_it_gets_on(kept: Kept) -> 
     kept.keep(0, 1.0)
     kept.keep(1, 1.5)
     assert kept.leases.may_keep(1.0 + STANDING_S) and not kept.leases.may_keep(1.1 + STANDING_S)
-    kept.leases.expire(2.0 + KEPT_S)
+    kept.leases.settle(2.0 + KEPT_S)
     assert len(kept.leases) == 0 and not kept.leases.may_keep(100.0), "it begins anew though nothing was written"
     kept.leases.copied(HASHES[5], 100.0)
     assert kept.leases.may_keep(200.0)
@@ -85,11 +85,11 @@ def test_no_row_is_kept_of_a_shelf_that_is_lost_or_for_one_that_is_not_there(kep
     kept.keep(0, 1.0)
     nvme = kept.tiers.shelves.pop(Tier.NVME)
     assert not kept.leases.may_keep(1.0)
-    kept.leases.expire(1.0)
+    kept.leases.settle(1.0)
     assert len(kept.dram.holdings) == 0
     kept.tiers.shelves[Tier.NVME] = nvme
     kept.keep(1, 1.0)
     kept.dram.is_lost = True
     assert not kept.leases.may_keep(1.0)
-    kept.leases.expire(1.0)
+    kept.leases.settle(1.0)
     assert len(kept.leases) == len(kept.dram.holdings) == 0
