@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 
 from kvtier.block import BlockHash, Tier
 from kvtier.demotion import Demoter
-from kvtier.homes import Home, Homes, Move
+from kvtier.homes import RETRY_S, Home, Homes, Move
 from kvtier.lease_asking import LeaseAsking
 from kvtier.metrics import Metrics
 from kvtier.record import Lease, Record
 from kvtier.resident import ResidentBlocks
-from kvtier.retention import PLAIN, Retention
-from kvtier.row_asking import RETRY_S, RowAsking
+from kvtier.retention import Retention
+from kvtier.row_asking import RowAsking
 from kvtier.row_writing import RowWriting
 from kvtier.shelf import Shelf, ShelfDone, ShelfOutcome
 from kvtier.tiers.arena import Arena
@@ -42,8 +42,8 @@ class HandDown:
         self._demoter = demoter
         self._homes: list[Homes] = []
         self._writes = RowWriting(shelves, arena, metrics)
-        self._rows = RowAsking(shelves)
         self._leases = LeaseAsking(shelves, self._settle, self._try_again)
+        self._rows = RowAsking(shelves, self._leases)
         self._pumped_at = 0.0
 
     @property
@@ -66,24 +66,27 @@ class HandDown:
 
     def open(self, needed: int, tenant: bytes, private: bool) -> Homes:
         """Homes for a sequence whose first `needed` blocks must find one."""
-        homes = Homes(needed, tenant, private)
-        self._homes.append(homes)
+        self._homes.append(homes := Homes(needed, tenant, private))
         return homes
 
     def find(self, hashes: Sequence[BlockHash]) -> list[Record]:
         """What of the leading run of `hashes` could be attended in place."""
-        dram = self._shelf(Tier.DRAM)
-        return [] if dram is None else dram.find(hashes)
+        return dram.find(hashes) if (dram := self._shelf(Tier.DRAM)) is not None else []
 
     def knows(self, block_hash: BlockHash) -> bool:
         """Whether a block need not be computed."""
         return self._resident.find(block_hash) is not None or any(s.holds(block_hash) for s in self._shelves.values())
 
+    def lease_prefix(self, homes: Homes, hashes: Sequence[BlockHash]) -> None:
+        """Let DRAM's rows of a prompt's blocks become their homes, and NVMe's of the last ones if other rows lack."""
+        homes.prefix = hashes = hashes[: homes.needed]  # leases on others would not count for it, and take rows
+        records = {index: rows[0] for index, block_hash in enumerate(hashes) if (rows := self.find([block_hash]))}
+        if records:
+            self._leases.begin(homes, Tier.DRAM, records)
+
     def lease(self, homes: Homes, first: int, records: Sequence[Record]) -> None:
-        """Let the rows of blocks `first ..` become their homes, unless one has gone or is bad."""
-        moves = [Move(homes, first + i, record.block_hash, None, PLAIN, 0.0) for i, record in enumerate(records)]
-        homes.moves |= {move.index: move for move in moves}
-        self._leases.ask(Tier.DRAM, moves, records)
+        """Let DRAM's rows of blocks `first ..` become their homes, unless one has gone or is bad."""
+        self._leases.begin(homes, Tier.DRAM, {first + place: record for place, record in enumerate(records)})
 
     def hand_down(
         self,
@@ -128,8 +131,7 @@ class HandDown:
                 homes.rows[tier] = []
         for index in sorted(homes.found, reverse=True):  # the last ones are those that DRAM would evict first
             home, lost = homes.found[index], index in homes.lost
-            keeps = home.tier is Tier.DRAM and not (home.private or lost)
-            taken = keeps and self._demoter.take_over(home.lease, now)
+            taken = home.tier is Tier.DRAM and not (home.private or lost) and self._demoter.take_over(home.lease, now)
             homes.take(index) if taken else self.give_up(homes, index)
         self._part_with_unreadable(homes)
         for move in list(homes.waiting()):
@@ -268,9 +270,8 @@ class HandDown:
 
     def _part_with_unreadable(self, homes: Homes) -> None:
         kept = [home for home in homes.unreadable if home in homes.found.values()]
-        for home in homes.unreadable:
-            if home not in kept:
-                self._part_with(home)
+        for home in (one for one in homes.unreadable if one not in kept):
+            self._part_with(home)
         homes.unreadable = kept
 
     def _forget(self, move: Move) -> None:

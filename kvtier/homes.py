@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import enum
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvtier.block import BlockHash, Tier
 from kvtier.record import Grant, Lease
 from kvtier.retention import Retention
+
+RETRY_S = 0.05
+"""What could not be had is asked for again after this long."""
+
+Question = tuple[Tier, int]
+"""A shelf and the number that it gave."""
 
 
 class Home(NamedTuple):
@@ -92,6 +98,8 @@ class Homes:
     moves: dict[int, Move] = field(default_factory=dict)
     rows: dict[Tier, list[Grant]] = field(default_factory=lambda: {Tier.DRAM: [], Tier.NVME: []})
     """Asked for and unused."""
+    prefix: Sequence[BlockHash] = ()
+    """Of its leading blocks, of which NVMe may have some, until those are leased."""
     begun: bool = False
     """It keeps what it has when it cannot have more."""
     refused: bool = False

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence, Set
 
 from kvtier.block import Tier
-from kvtier.homes import Homes, Move, MoveStage
+from kvtier.homes import RETRY_S, Homes, Move, MoveStage, Question
 from kvtier.record import Lease, Record
-from kvtier.row_asking import RETRY_S, Question
+from kvtier.retention import PLAIN
 from kvtier.shelf import Shelf, ShelfDone, ShelfOutcome
 from kvtier.ticket import Reply
 
@@ -46,6 +46,12 @@ class LeaseAsking:
     def held(self, tier: Tier) -> int:
         """Leases on rows that are being judged, or will be."""
         return sum(where is tier for where, _ in self._judging) + sum(move.tier is tier for move in self._unjudged)
+
+    def begin(self, homes: Homes, tier: Tier, records: Mapping[int, Record]) -> None:
+        """Ask for rows that are to become the homes of blocks, by the blocks' places in the sequence."""
+        moves = [Move(homes, index, record.block_hash, None, PLAIN, 0.0) for index, record in records.items()]
+        homes.moves |= {move.index: move for move in moves}
+        self.ask(tier, moves, list(records.values()))
 
     def ask(self, tier: Tier, moves: list[Move], records: Sequence[Record]) -> None:
         """Ask for the row of each of these blocks."""

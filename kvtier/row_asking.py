@@ -1,7 +1,8 @@
 """Asking the shelves for the rows that streamed sequences lack, and giving back what is over.
 
-DRAM is asked first, for as many as it gives; NVMe for the rest, in one question, if what lies there can be staged.
-Owned by `HandDown`, which passes the answers on.
+DRAM is asked first, for as many as it gives; NVMe for the rest, in one question, if what lies there can be staged:
+first for the rows of the last blocks that it has, which would else go for rows that are not needed then. Owned by
+`HandDown`, which passes the answers on.
 """
 
 from __future__ import annotations
@@ -9,24 +10,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvtier.block import Tier
-from kvtier.homes import Homes
+from kvtier.homes import RETRY_S, Homes, Question
+from kvtier.lease_asking import LeaseAsking
+from kvtier.record import Record
 from kvtier.shelf import Shelf
 from kvtier.ticket import Reply
-
-RETRY_S = 0.05
-"""What could not be had is asked for again after this long."""
-
-Question = tuple[Tier, int]
-"""A shelf and the number that it gave."""
 
 
 class RowAsking:
     """See the module."""
 
-    def __init__(self, shelves: Mapping[Tier, Shelf]) -> None:
+    def __init__(self, shelves: Mapping[Tier, Shelf], leases: LeaseAsking) -> None:
         self.staged_max = 0
         """Blocks of one sequence that may lie on NVMe."""
         self._shelves = shelves
+        self._leases = leases
         self._questions: dict[Question, Homes] = {}
 
     def awaits(self, tier: Tier) -> bool:
@@ -51,9 +49,9 @@ class RowAsking:
         least = max(0, lacking - room)
         if not homes.dram_asked and max(1, least) <= dram:
             self._ask_for(homes, Tier.DRAM, min(lacking, dram), least)
-        elif least == 0:
+        elif least == 0 and not self._lease_known(homes, lacking):
             self._ask_for(homes, Tier.NVME, lacking, lacking)
-        else:
+        elif least > 0:
             self._refuse(homes, now)
 
     def take(self, tier: Tier, reply: Reply, now: float) -> None:
@@ -76,6 +74,21 @@ class RowAsking:
     def _ask_for(self, homes: Homes, tier: Tier, count: int, least: int) -> None:
         homes.asking = True
         self._questions[(tier, self._shelves[tier].holdings.ask_rows(count, homes.tenant, least))] = homes
+
+    def _lease_known(self, homes: Homes, count: int) -> bool:
+        """Ask for NVMe's rows of up to `count` blocks that it knows, the last ones first; whether there are any.
+
+        Those before them go to DRAM, in their order.
+        """
+        nvme, known = self._shelves[Tier.NVME], dict[int, Record]()
+        for index in reversed(range(len(homes.prefix))):
+            free = len(known) < count and index not in homes.found and index not in homes.moves
+            if free and (records := nvme.find([homes.prefix[index]])):
+                known[index] = records[0]
+        homes.prefix = ()
+        if known:
+            self._leases.begin(homes, Tier.NVME, known)
+        return len(known) > 0
 
     def _refuse(self, homes: Homes, now: float) -> None:
         homes.refused, homes.retry_at, homes.dram_asked = True, now + RETRY_S, False

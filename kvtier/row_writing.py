@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from kvtier.block import Tier
-from kvtier.homes import Homes, Move, MoveStage
+from kvtier.homes import RETRY_S, Homes, Move, MoveStage
 from kvtier.metrics import Metrics
-from kvtier.row_asking import RETRY_S
 from kvtier.shelf import Shelf, ShelfDone, ShelfOutcome, WriteItem
 from kvtier.tiers.arena import Arena
 

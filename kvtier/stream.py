@@ -46,13 +46,12 @@ class Stream:
         return f"Stream({self.sequence.number}, {self.sequence.state.value}, homes={len(self.homes.found)})"
 
     def find_prefix(self) -> None:
-        """Lease what DRAM has of the prompt's leading blocks."""
-        sequence, hand_down = self.sequence, self._store.hand_down
+        """Lease what DRAM has of the prompt, and for want of other rows what NVMe has."""
+        sequence = self.sequence
         sequence.chain.extend(sequence.hashes, sequence.tokens)
         if sequence.cache_read:
             known = sequence.hashes[: (len(sequence.tokens) - 1) // self._block_tokens]
-            if records := hand_down.find(known):
-                hand_down.lease(self.homes, 0, records)
+            self._store.hand_down.lease_prefix(self.homes, known)
 
     def begin(self, now: float) -> None:
         """It has rows for all that it may need."""

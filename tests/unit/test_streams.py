@@ -305,6 +305,36 @@ def test_rows_of_one_that_is_over_are_kept_until_nvme_has_them(tmp_path: Path) -
     assert all(turns.tiers.shelves[Tier.NVME].holds(one) for one in sequence.hashes)
 
 
+def test_the_next_one_does_not_evict_from_nvme_what_it_is_about_to_use(tmp_path: Path) -> None:
+    turns = Turns(tmp_path, hbm=8, dram=6, nvme=24)
+    turns.until(other := turns.add(0, 2, output_max=1, seed=1))
+    turns.tiers.settle(turns.now)
+    turns.until(first := turns.add(1, 20, output_max=1))
+    turns.tiers.settle(turns.now)
+    nvme = turns.tiers.shelves[Tier.NVME]
+    assert all(nvme.holds(one) for one in (*other.hashes, *first.hashes)) and nvme.used_count == 22
+    second = turns.add(2, 20, output_max=1)
+    turns.until(second)
+    assert second.reused_blocks == 20 and second.origin.computed == 3
+    turns.check_tokens(first, second)
+    assert all(nvme.holds(one) for one in (*other.hashes, *first.hashes)), "rows went for others that nobody needed"
+
+
+def test_rows_of_dram_behind_one_that_it_lacks_are_attended_in_place(tmp_path: Path) -> None:
+    turns = Turns(tmp_path, hbm=8, dram=24, nvme=24)
+    first = turns.add(0, 20)
+    turns.until(first)
+    turns.tiers.settle(turns.now)
+    turns.tiers.drain(Tier.HBM, turns.now)
+    turns.dram.drop(turns.dram.find(first.hashes[1:2]), "evicted")
+    evicted = turns.dram.stats()["evictions"]
+    second = turns.add(1, 20, output_max=1)
+    turns.until(second)
+    assert (second.origin.dram, second.origin.nvme, second.origin.computed) == (19 * BLOCK, BLOCK, 3)
+    assert turns.dram.stats()["evictions"] == evicted, "rows of the prompt itself went for rows that it did not need"
+    turns.check_tokens(first, second)
+
+
 @pytest.mark.parametrize("count", [0, 1, 2, 5, 9, 30, 60])
 def test_one_that_is_cancelled_in_any_state_gives_everything_back(count: int, turns: Turns) -> None:
     first = turns.add(0, 20)
