@@ -176,7 +176,12 @@ class Ring:
     """An io_uring and its thread; see `kvtier.io.base.Ring`. OSError with what the kernel says."""
 
     def __init__(
-        self, depth: int, slice_bytes: int, operations: tuple[Operation, ...], result: type[IoResult]
+        self,
+        depth: int,
+        slice_bytes: int,
+        operations: tuple[Operation, ...],
+        result: type[IoResult],
+        piece_bytes: int = ...,
     ) -> None: ...
     @property
     def bell(self) -> int: ...

@@ -34,6 +34,7 @@ SUITES = (
     "test_header.py",
     "test_uring.py",
     "test_uring_registered.py",
+    "test_uring_pieces.py",
 )
 """Tests of the native module, in tests/unit; those that are there are run."""
 OURS = re.compile(r"_native|kvtier/native")

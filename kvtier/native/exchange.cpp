@@ -102,10 +102,12 @@ void Exchange::begun(int failure) {
     begun_.notify_all();
 }
 
-bool Exchange::take_work(std::vector<Move>& moves, std::size_t room, std::vector<iovec>& memories) {
+bool Exchange::take_work(std::vector<Move>& moves, std::size_t room, std::vector<iovec>& memories, bool goes_on) {
     moves.clear();
     std::unique_lock lock(mutex_);
-    fed_.wait(lock, [this] { return !queue_.empty() || moving_ != 0 || !memories_.empty() || stop_; });
+    fed_.wait(lock, [this, goes_on] {
+        return goes_on || !queue_.empty() || moving_ != 0 || !memories_.empty() || stop_;
+    });
     memories = std::exchange(memories_, {});
     if (queue_.empty() && moving_ == 0) return !stop_;
     const auto end = queue_.begin() + std::ptrdiff_t(std::min(room, queue_.size()));

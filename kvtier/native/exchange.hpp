@@ -40,9 +40,9 @@ class Exchange {
     // ---- the thread
 
     void begun(int failure);
-    // Takes up to `room` moves and all memory to be registered, waiting while there is nothing to do; false: there never
-    // will be.
-    bool take_work(std::vector<Move>& moves, std::size_t room, std::vector<iovec>& memories);
+    // Takes up to `room` moves and all memory to be registered, waiting while there is nothing to do, if the thread has
+    // nothing else to go on with; false: there never will be.
+    bool take_work(std::vector<Move>& moves, std::size_t room, std::vector<iovec>& memories, bool goes_on);
     void refused(int error);  // memory that was to be registered; rings the bell
     // Hands ends over, and empties `ends`; the thread is no longer about to sleep in the kernel. While much waits in the
     // queue, callers hear of ends by the batch: the bell may be held back, if the thread's sleep in the kernel can time

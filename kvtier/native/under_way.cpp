@@ -11,7 +11,8 @@ constexpr std::uint8_t READ_CODE = 22, WRITE_CODE = 23;  // of Linux 5.6: kernel
 
 }  // namespace
 
-UnderWay::UnderWay(KernelRing& kernel, int depth) : kernel_(kernel), depth_(depth), slots_(depth) {
+UnderWay::UnderWay(KernelRing& kernel, int depth, std::size_t piece_bytes)
+    : kernel_(kernel), registered_(kernel, piece_bytes), depth_(depth), slots_(depth) {
     for (int slot = depth - 1; slot >= 0; --slot) free_.push_back(slot);
 }
 

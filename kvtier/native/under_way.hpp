@@ -22,12 +22,12 @@ constexpr std::size_t PARTS_MAX = 2;  // of a move that goes part by part
 
 class UnderWay {
   public:
-    UnderWay(KernelRing& kernel, int depth);
+    UnderWay(KernelRing& kernel, int depth, std::size_t piece_bytes);
 
     // For so many entries the kernel's ring must have room.
     static unsigned entries_max(int depth) { return unsigned(depth * PARTS_MAX); }
 
-    int register_memory(const iovec& memory) { return registered_.add(memory); }
+    RegisteredMemory& registered() { return registered_; }
     std::uint64_t registered_moves() const { return registered_moves_; }
 
     std::size_t room() const { return free_.size(); }
@@ -53,7 +53,7 @@ class UnderWay {
     void enter_part(int slot, int number, std::uint64_t offset);
 
     KernelRing& kernel_;
-    RegisteredMemory registered_{kernel_};
+    RegisteredMemory registered_;
     std::atomic<std::uint64_t> registered_moves_ = 0;
     const int depth_;
     std::vector<Slot> slots_;

@@ -48,7 +48,7 @@ void pause_ns(long nanoseconds) {
 }  // namespace
 
 struct Ring::State {
-    explicit State(int depth_) : depth(depth_), under_way(kernel, depth_) {}
+    State(int depth_, std::size_t piece_bytes) : depth(depth_), under_way(kernel, depth_, piece_bytes) {}
 
     ~State() {
         if (!exchange.forked()) close_descriptors();
@@ -77,6 +77,7 @@ struct Ring::State {
     void run();
     int open();
     void sum();
+    void go_on_registering();
     void arm_alarm();
     void enter(bool sleep);
     void give_back_unsubmitted(int error);
@@ -97,16 +98,19 @@ void Ring::State::run() {
     exchange.begun(error);
     std::vector<Move> moves;
     std::vector<iovec> memories;
-    while (!error && exchange.take_work(moves, under_way.room(), memories)) {
-        for (const iovec& memory : memories) {
-            if (const int refusal = under_way.register_memory(memory)) exchange.refused(refusal);
-        }
+    RegisteredMemory& registered = under_way.registered();
+    while (!error && exchange.take_work(moves, under_way.room(), memories, registered.waits())) {
+        for (const iovec& memory : memories) registered.add(memory);
+        // While moves are under way it gets on with that when the disk has work again and callers have their ends.
+        const bool at_once = !memories.empty() || (moves.empty() && under_way.count() == 0);
+        if (at_once) go_on_registering();
         for (Move& move : moves) under_way.begin(std::move(move), now_ns());
         if (under_way.count() == 0 && ends.empty()) continue;
         if (!alarm_armed) arm_alarm();
-        enter(ends.empty());
+        enter(ends.empty() && !registered.waits());
         sum();  // while the disk has work again
         bell_within_ns = exchange.deliver(ends, now_ns(), kernel.can_time_out());
+        if (!at_once) go_on_registering();
         reap();
     }
     kernel.unmap();
@@ -124,6 +128,10 @@ void Ring::State::sum() {
         checksum(static_cast<const char*>(last.iov_base), nullptr, move.slice_bytes, count, ends[number].sums.data());
     }
     done.clear();
+}
+
+void Ring::State::go_on_registering() {
+    if (const int refusal = under_way.registered().go_on()) exchange.refused(refusal);
 }
 
 void Ring::State::arm_alarm() {
@@ -184,9 +192,10 @@ void Ring::State::end(std::uint64_t entry, int result) {
     done.push_back(std::move(move));
 }
 
-Ring::Ring(int depth) {
+Ring::Ring(int depth, std::size_t piece_bytes) {
     if (depth < 1 || depth > 8192) throw std::invalid_argument("depth must be 1 to 8192");
-    state_ = std::make_shared<State>(depth);
+    if (piece_bytes < 1 || piece_bytes > std::size_t(1) << 30) throw std::invalid_argument("a piece is 1 byte to 1 GiB");
+    state_ = std::make_shared<State>(depth, piece_bytes);
     std::thread([state = state_] { state->run(); }).detach();
     const int error = state_->exchange.wait_for_thread();
     if (error) throw std::system_error(error, std::generic_category(), "io_uring");
@@ -245,7 +254,7 @@ void Ring::after_fork_in_child() {
 
 struct Ring::State {};
 
-Ring::Ring(int) { throw std::system_error(ENOSYS, std::generic_category(), "built without io_uring"); }
+Ring::Ring(int, std::size_t) { throw std::system_error(ENOSYS, std::generic_category(), "built without io_uring"); }
 Ring::~Ring() = default;
 void Ring::push(std::vector<Move>) {}
 std::vector<Move> Ring::cancel() { return {}; }

@@ -7,6 +7,7 @@
 // but give up the descriptors when it is told to.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -40,9 +41,12 @@ struct End {
     std::string sums;  // 8 bytes a slice, most significant first; empty unless all that was wanted has been read
 };
 
+// Memory is registered in such pieces: what lies across the border of two moves as if it were not registered.
+constexpr std::size_t PIECE_BYTES = std::size_t(256) << 20;
+
 class Ring {
   public:
-    explicit Ring(int depth);  // throws std::system_error with what the kernel says
+    explicit Ring(int depth, std::size_t piece_bytes = PIECE_BYTES);  // throws std::system_error as the kernel says
     ~Ring();                   // what is stuck in the kernel is left to its thread
     Ring(const Ring&) = delete;
     Ring& operator=(const Ring&) = delete;

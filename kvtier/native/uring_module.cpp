@@ -41,8 +41,10 @@ nb::handle field(nb::handle request, Field which) { return PyTuple_GET_ITEM(requ
 class RequestRing {
   public:
     // `operations` read, write and sync; `result` makes the results, a tuple with the fields of IoResult.
-    RequestRing(int depth, std::size_t slice_bytes, nb::tuple operations, nb::type_object result)
-        : slice_bytes_(slice_bytes), operations_(std::move(operations)), result_(std::move(result)), ring_(depth) {
+    RequestRing(int depth, std::size_t slice_bytes, nb::tuple operations, nb::type_object result,
+                std::size_t piece_bytes)
+        : slice_bytes_(slice_bytes), operations_(std::move(operations)), result_(std::move(result)),
+          ring_(depth, piece_bytes) {
         if (operations_.size() != 3 || slice_bytes % CHECKSUM_STEP) {
             throw std::invalid_argument("three operations, and slices in steps of 1 KiB");
         }
@@ -96,8 +98,9 @@ class RequestRing {
     }
 
     bool close() {
-        memories_.clear();
-        return ring_.close();
+        const bool left = ring_.close();
+        if (left) memories_.clear();
+        return left;
     }
 
     Ring& ring() { return ring_; }
@@ -166,8 +169,8 @@ void add_uring(nb::module_& module) {
         }
     });
     nb::class_<RequestRing>(module, "Ring", "An io_uring and its thread, at most `depth` requests in the kernel.")
-        .def(nb::init<int, std::size_t, nb::tuple, nb::type_object>(), "depth"_a, "slice_bytes"_a, "operations"_a,
-             "result"_a)
+        .def(nb::init<int, std::size_t, nb::tuple, nb::type_object, std::size_t>(), "depth"_a, "slice_bytes"_a,
+             "operations"_a, "result"_a, "piece_bytes"_a = PIECE_BYTES)
         .def("push", &RequestRing::push, "requests"_a)
         .def("cancel", &RequestRing::cancel)
         .def("take", &RequestRing::take)

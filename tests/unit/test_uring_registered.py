@@ -1,6 +1,6 @@
 """Memory that is registered with a ring: the same bytes move and the same is said of them, whatever the kernel grants.
 
-`scripts/sanitize` runs these on sanitized builds of the ring.
+`scripts/sanitize` runs these on sanitized builds of the ring. Memory of several pieces: test_uring_pieces.py.
 """
 
 from __future__ import annotations
