@@ -23,6 +23,8 @@ Each time it leases what DRAM has of its prompt; that is judged once the rows ar
 """
 STALL_S = 30.0
 """A sequence is given up after waiting this long for what nobody is about to give back."""
+TRIED_S = 2.0
+"""The time that it has waited behind others counts, but for these last seconds: they are for tries of its own."""
 STALLED = "HBM is held by transfers that do not end; try again later"
 UNWRITABLE = "{} takes no blocks of a context larger than HBM, and has not for {:.0f} s; try again later"
 UNREADABLE = "NVMe keeps losing rows of a context larger than HBM; try again later"
@@ -54,6 +56,8 @@ class Streams:
         """By sequence number. At most one of them has not begun: it asks for its rows."""
         self._retry_at = 0.0
         self._now = 0.0
+        self._behind_since: dict[int, float] = {}
+        """By sequence number, since when it has waited behind one that could not have its rows."""
         self._stalled: list[Sequence] = []
         """Have waited for too long."""
         self._losing: list[Sequence] = []
@@ -126,6 +130,7 @@ class Streams:
 
     def end(self, sequence: Sequence, now: float) -> None:
         """A sequence is over, in whatever state."""
+        self._behind_since.pop(sequence.number, None)
         if sequence in self._losing:
             self._losing.remove(sequence)
         if sequence in self._queue:
@@ -199,13 +204,17 @@ class Streams:
             if self._streams and homes.needed <= self._row_count():
                 # What they have will come back, and `end` says when.
                 sequence.stalled_since = None
+                self._behind_since.clear()
                 self._retry_at = now + RETRY_MAX_S
             else:
                 self._wait(sequence, now)
+                for one in self._queue:
+                    self._behind_since.setdefault(one.number, now)
                 waited_s = now - (sequence.stalled_since or now)
                 self._retry_at = now + min(max(RETRY_S, RETRY_SHARE * waited_s), RETRY_MAX_S)
         elif not homes.asking and homes.lacking <= 0 and not homes.is_looking:
             stream.begin(now)
+            self._behind_since.clear()
 
     def _needed(self, sequence: Sequence) -> int:
         """Rows on the shelves for all that it may compute, besides its working set."""
@@ -234,6 +243,7 @@ class Streams:
 
     def _wait(self, sequence: Sequence, now: float) -> None:
         if sequence.stalled_since is None:
-            sequence.stalled_since = now
+            behind_s = now - self._behind_since.get(sequence.number, now)
+            sequence.stalled_since = now - min(behind_s, STALL_S - TRIED_S)
         if now - sequence.stalled_since > STALL_S and sequence not in self._stalled:
             self._stalled.append(sequence)

@@ -16,7 +16,7 @@ from kvtier.record import NO_TENANT, Record
 from kvtier.request import FinishReason
 from kvtier.retention import PLAIN, Retention
 from kvtier.sequence import Sequence
-from kvtier.streams import STALL_S
+from kvtier.streams import STALL_S, TRIED_S
 from kvtier.ticket import Reply
 
 BLOCK, STEP_S = LAYOUT.block_tokens, 0.01
@@ -130,6 +130,26 @@ def test_rows_that_nobody_will_give_back_are_waited_for_as_long_as_it_says(
     assert "there are 160 KiB for one request, other requests hold 0 B" in turns.engine.reasons[0]
     turns.dram.holdings.give_rows(reply.grants)
     turns.check_all_given_back()
+
+
+def test_many_that_wait_for_rows_that_never_come_have_waited_no_longer_each_than_the_first_and_some_tries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = Turns(tmp_path)
+    turns.dram.holdings.ask_rows(30, bytes(16))
+    [reply] = turns.dram.holdings.replies()
+    assert reply.grants is not None
+    monkeypatch.setattr(turns.engine.scheduler._streams._store.hand_down, "check", lambda: None)
+    sequences = [turns.add(number, 20, seed=number) for number in range(4)]
+    small, begun_at = turns.add(4, 10, seed=4), turns.now
+    while small.finish_reason is None:
+        turns.step()
+        turns.now += 10 * STEP_S
+        assert turns.now - begun_at < STALL_S + 4 * (TRIED_S + 2), "each waits as long as the first, after it"
+    assert turns.engine.given_up == sequences and turns.now - begun_at > STALL_S
+    assert not turns.engine.scheduler._streams._behind_since
+    turns.dram.holdings.give_rows(reply.grants)
+    turns.check_tokens(small)
 
 
 def test_one_that_shelves_have_become_too_small_for_holds_the_others_up_no_longer_than_it_says(tmp_path: Path) -> None:
