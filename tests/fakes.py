@@ -64,6 +64,8 @@ class SteppedIo:
         self._waiting: list[IoRequest] = []
         self._done: list[IoResult] = []
         self._unpolled: Counter[Operation] = Counter()
+        self.registered: list[memoryview] = []
+        """Memory that writes were said to come from."""
         self.hanging: set[Operation] = set()
         """Requests of these operations stay in flight."""
         self._frozen: set[int] = set()
@@ -79,7 +81,7 @@ class SteppedIo:
         return taken
 
     def register_memory(self, memory: memoryview) -> None:
-        """Nothing comes of it."""
+        self.registered.append(memory)
 
     def room(self, operation: Operation) -> int:
         return self._queue_max - self._unpolled[operation]

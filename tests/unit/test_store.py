@@ -21,6 +21,7 @@ from kvtier.reopening import RETRY_S
 from kvtier.shelf import Shelf
 from kvtier.ticket import ShelfLimits
 from kvtier.tiers.header import RowFormat
+from kvtier.tiers.slab import Slab, make_dram_slab
 
 HASHES = chain_hashes(range(160))
 """Twenty blocks of one chain."""
@@ -96,6 +97,11 @@ def away_shelf(folder: Path, io: SteppedIo | None = None) -> Shelf:
     form = RowFormat.of(LAYOUT, NAMESPACE)
     slab = nvme_slab(folder, form, 8)
     return Shelf(Tier.NVME, form, slab, LocalBooks(Directory(8)), io or SteppedIo(), ShelfLimits(16), lambda *_: None)
+
+
+def dram_shelf(slab: Slab, io: SteppedIo) -> Shelf:
+    form, books = RowFormat.of(LAYOUT, NAMESPACE), LocalBooks(Directory(8))
+    return Shelf(Tier.DRAM, form, slab, books, io, ShelfLimits(16), lambda *_: None)
 
 
 def openers() -> list[threading.Thread]:
@@ -379,3 +385,24 @@ def test_a_lost_shelf_that_nobody_can_open_again_stays_and_misses(tmp_path: Path
     tiers.shelves[Tier.NVME]._files_lost = lambda: True
     poll(tiers, 1.0)
     assert tiers.store.capacities()["nvme"] == 8 and not tiers.shelves[Tier.NVME].holds(HASHES[0])
+
+
+@pytest.mark.parametrize("order", [(Tier.DRAM, Tier.NVME), (Tier.NVME, Tier.DRAM)], ids=str)
+def test_nvme_is_told_of_drams_memory_whichever_comes_first_and_when_it_is_opened_anew(
+    order: tuple[Tier, Tier], tmp_path: Path
+) -> None:
+    tiers = SteppedTiers(tmp_path, hbm=4, dram=0, nvme=0)
+    (tmp_path / "again").mkdir()
+    slab = make_dram_slab(RowFormat.of(LAYOUT, NAMESPACE).slot_bytes, 8)
+    dram_io, first, again = SteppedIo(), SteppedIo(), SteppedIo()
+    shelves = {Tier.DRAM: dram_shelf(slab, dram_io), Tier.NVME: away_shelf(tmp_path, first)}
+    other = away_shelf(tmp_path / "again", again)
+    for tier in order:
+        assert not first.registered
+        tiers.store.add_shelf(shelves[tier], (lambda: other) if tier is Tier.NVME else None)
+    assert [memory.obj is slab.mapping for memory in first.registered] == [True, False], "and its own header pages"
+    shelves[Tier.NVME]._files_lost = lambda: True
+    poll(tiers, 1.0)
+    poll(tiers, 1.0)
+    assert tiers.store._shelves[Tier.NVME] is other and list(tiers.store._shelves) == [Tier.DRAM, Tier.NVME]
+    assert again.registered[0].obj is slab.mapping and not dram_io.registered
