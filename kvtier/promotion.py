@@ -252,8 +252,7 @@ class Promoter:
             self._submit(tier, [(arrival, record)], now)
 
     def _submit(self, tier: Tier, items: Sequence[tuple[Arrival, Record]], now: float) -> None:
-        reads = [ReadItem(record, self._arena.view(arrival.slot)) for arrival, record in items]
-        tickets = self._shelves[tier].read(reads)
+        tickets = self._shelves[tier].read([ReadItem(record, self._arena.view(one.slot)) for one, record in items])
         taken = len(tickets) - tickets.count(None)
         lane = self._lanes[tier]
         batch = lane.start(taken, self._costs.read_s(tier, lane.live + taken), now) if taken else None

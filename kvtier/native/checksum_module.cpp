@@ -102,9 +102,10 @@ bool claim_of(nb::handle record, nb::handle name_space, RowClaim& row) {
     row.sums = bytes_of(field(SUMS), 0);
     if (!row.name_space || !row.block_hash || !row.tenant || !row.sums) return false;
     row.sums_bytes = std::size_t(PyBytes_GET_SIZE(field(SUMS).ptr()));
+    row.pinned = PyObject_IsTrue(field(PINNED).ptr()) == 1;
     return nb::try_cast(field(SLOT), row.slot) && nb::try_cast(field(GENERATION), row.generation) &&
            nb::try_cast(field(DEPTH), row.depth) && nb::try_cast(field(PRIORITY), row.priority) &&
-           nb::try_cast(field(EXPIRY_S), row.expiry_s) && nb::try_cast(field(PINNED), row.pinned) && fits_header(row);
+           nb::try_cast(field(EXPIRY_S), row.expiry_s) && fits_header(row);
 }
 
 void pack_header_(nb::handle page, nb::handle record, nb::handle name_space, std::uint64_t row_bytes,

@@ -93,11 +93,12 @@ def test_every_flipped_bit_of_the_header_is_caught() -> None:
 def test_the_two_ways_pack_the_same_bytes_and_judge_alike_whatever_a_header_with_a_right_sum_says() -> None:
     page, _, record = written()
     where = (record, FORM.namespace, FORM.row_bytes, FORM.slice_bytes)
-    for pack, _ in WAYS.values():
+    for pack, is_header_of in WAYS.values():
         other = aligned(HEADER_BYTES)
         other[:] = b"\xee" * HEADER_BYTES
         pack(other, *where)
         assert other == page
+        assert is_header_of(page, record._replace(pinned=int(record.pinned)), *where[1:]), "a number is a truth, too"
     chance = random.Random(4)
     judged = dict[int, bool]()
     for place in [*range(200), *(chance.randrange(HEADER_BYTES - 8) for _ in range(100))]:
