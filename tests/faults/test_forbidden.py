@@ -17,6 +17,7 @@ import pytest
 
 WARNINGS = {
     "io_uring": ["no io_uring here (Operation not permitted)"],
+    "io_uring_register": ["its memory cannot be registered with io_uring: Operation not permitted"],
     "memlock": ["raise `ulimit -l`"],
     "registering": ["raise `ulimit -l`"],
     "vectors": ["plain C++"],
@@ -25,7 +26,8 @@ WARNINGS = {
 """What is said where it is lacking. Without any locked memory there are, by kernel, no rings or none with DRAM's."""
 CANNOT = 77
 """Status: this machine lets no process forbid itself a call."""
-IO_URING_SETUP = 425
+CALLS = {"io_uring": 425, "io_uring_register": 427}
+"""Those that a filter refuses; of the first, io_uring_setup."""
 CAP_IPC_LOCK = 14
 
 
@@ -49,8 +51,8 @@ def forbid(what: str) -> None:
         limit = 0 if what == "memlock" else 1 << 17  # room for rings
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (limit, limit))
         _heed_memlock()
-    elif what == "io_uring":
-        _answer_with_eperm(IO_URING_SETUP)
+    elif what in CALLS:
+        _answer_with_eperm(CALLS[what])
     elif what == "compiler":
         sys.modules["kvtier._native"] = None  # type: ignore[assignment]
     else:
