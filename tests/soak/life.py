@@ -127,13 +127,13 @@ class Life:
             for h, grant in itertools.zip_longest(hashes, asked)
         ]
         tickets = self._timed(side.shelf.write, items, time.monotonic())
-        for (block_hash, *_, grant), ticket in zip(items, tickets, strict=True):
-            if ticket is not None and grant is not None:
-                self._rows.remove(grant)
+        for item, ticket in zip(items, tickets, strict=True):
+            if ticket is not None and item.grant is not None:
+                self._rows.remove(item.grant)
             if ticket is not None:
-                side.writing[ticket] = block_hash
-            elif side.shelf.holds(block_hash):
-                self._note_published(side, block_hash)
+                side.writing[ticket] = item.block_hash
+            elif side.shelf.holds(item.block_hash):
+                self._note_published(side, item.block_hash)
             else:
                 self._counts["untaken"] += 1
 
