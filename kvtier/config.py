@@ -115,7 +115,7 @@ class SchedulerConfig(_Section):
     step_tokens: int = Field(512, ge=1, le=65536)
     """Token budget of a step: one for each decoding sequence, the rest for prefill chunks."""
     beside_tokens: int | None = Field(None, ge=1, le=65536)
-    """Most tokens of prompts in a step in which others decode. None: 256 on a CPU, all of the rest on a GPU."""
+    """Token budget of a step in which some decode, half of it or more for prompts. None: on a CPU 256, on a GPU all."""
     sequences_max: int = Field(64, ge=1, le=4096)
     """Sequences that run at once."""
     queue_max: int = Field(1024, ge=1, le=1_000_000)

@@ -36,7 +36,7 @@ from kvtier.session import RequestHandle, sample_row
 from kvtier.turns import StreamedTurns
 
 BESIDE_TOKENS_CPU = 256
-"""`scheduler.beside_tokens` of a CPU: half of the default step, for a few percent more of its time a prompt token."""
+"""`scheduler.beside_tokens` of a CPU: half of the default step, for up to 3 % more of its time a prompt token."""
 Prompt = str | list[int] | list[dict[str, object]]
 """Text, token ids, or chat messages."""
 

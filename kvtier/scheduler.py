@@ -33,7 +33,10 @@ class SchedulerLimits:
     step_tokens: int
     sequences_max: int
     beside_tokens: int | None = None
-    """Most tokens of prompts in a step in which others decode, so that these wait less; None: the rest."""
+    """Token budget of a step in which some decode, so that these wait less, half of it at least for prompts; None: all.
+
+    Of one length all told: a matrix product of a new length is prepared first, which takes as long as some of it.
+    """
 
 
 class Scheduler:
@@ -94,8 +97,8 @@ class Scheduler:
         budget = self._limits.step_tokens
         decoding = [sequence for sequence in self._running if sequence.remaining_count == 1]
         prefilling = [sequence for sequence in self._running if sequence.remaining_count > 1]
-        if decoding and self._limits.beside_tokens is not None:
-            budget = min(budget, len(decoding) + self._limits.beside_tokens)
+        if decoding and (beside := self._limits.beside_tokens) is not None:
+            budget = min(budget, max(beside, len(decoding) + -(-beside // 2)))
         for sequence in decoding + prefilling:
             if budget > 0 and sequence.state is SequenceState.RUNNING and not sequence.table.staged_count:
                 budget -= self._plan(sequence, budget, plan, now)

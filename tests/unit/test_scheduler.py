@@ -67,11 +67,20 @@ def test_prompts_have_less_of_a_pass_while_others_decode(tmp_path: Path) -> None
     first, second = add(engine, 0, 10, output_max=3), add(engine, 1, 5, output_max=3)
     assert step(engine) == {0: 10, 1: 5}
     long = add(engine, 2, 70, output_max=2)
-    assert step(engine) == {0: 1, 1: 1, 2: 8}
-    assert step(engine) == {0: 1, 1: 1, 2: 8}
+    assert step(engine) == {0: 1, 1: 1, 2: 6}
+    assert step(engine) == {0: 1, 1: 1, 2: 6}
     assert first.finish_reason is second.finish_reason is FinishReason.LENGTH
-    assert [step(engine) for _ in range(3)] == [{2: 40}, {2: 14}, {2: 1}]
+    assert [step(engine) for _ in range(3)] == [{2: 40}, {2: 18}, {2: 1}]
     assert long.tokens[70:] == engine.model.expected(long.tokens[:70], 2)
+
+
+def test_prompts_have_half_of_a_pass_however_many_decode(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path, step_tokens=40, beside_tokens=7, hbm=32)
+    for number in range(6):
+        add(engine, number, 2, output_max=3)
+    step(engine)
+    add(engine, 6, 30)
+    assert step(engine) == dict.fromkeys(range(6), 1) | {6: 4}
 
 
 def test_no_more_than_the_configured_number_of_sequences_run(tmp_path: Path) -> None:
