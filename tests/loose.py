@@ -16,10 +16,14 @@ class LooseBooks(LocalBooks):
 
     def __init__(self, directory: Directory) -> None:
         super().__init__(directory)
-        self.acquire, self.release = self._known, lambda _: None  # type: ignore[method-assign]
+        self.acquire = self._known
+        self.release = self._keeps_nothing
 
     def intact(self, lease: Lease) -> bool:
         return self._directory.find([lease.record.block_hash]) == [lease.record]
+
+    def _keeps_nothing(self, leases: Sequence[Lease]) -> None:
+        """There is nothing to release."""
 
     def _known(self, records: Sequence[Record]) -> list[Lease | None]:
         return [Lease(record) if self._directory.find([record.block_hash]) == [record] else None for record in records]

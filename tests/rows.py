@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import mmap
+import os
 import random
+import re
+import resource
 import threading
 import time
 from collections.abc import Sequence
@@ -29,6 +32,9 @@ from kvtier.shelves import open_dram_shelf, open_nvme_shelf
 from kvtier.terms import STANDARD, Terms
 from kvtier.ticket import Reply
 
+CAP_IPC_LOCK = 14
+LOCKED_BYTES = 64 << 20
+"""Room for what tests that run at once register, and for their rings."""
 LAYOUT = KVLayout(layers=3, kv_heads=1, head_dim=16, block_tokens=16, dtype="float32")
 NAMESPACE = hashlib.sha256(b"a model").digest()
 IO = IoConfig(depth=2, readers=2, writers=2, in_flight_max=8)
@@ -93,6 +99,17 @@ def need_uring() -> None:
         KernelCalls().ring(1, 0).close()
     except OSError as error:
         pytest.skip(f"no io_uring here: {error.strerror}")
+
+
+def need_registered_memory() -> None:
+    """Skip where the kernel or the machine's limit, which other processes of the user share, has no room for it."""
+    need_uring()
+    if tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) < (5, 19):
+        pytest.skip("a kernel before Linux 5.19 registers no memory one piece after the other")
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    [rights] = re.findall(r"^CapEff:\s*(\w+)", Path("/proc/self/status").read_text(), re.MULTILINE)
+    if not int(rights, 16) >> CAP_IPC_LOCK & 1 and resource.RLIM_INFINITY != limit < LOCKED_BYTES:
+        pytest.skip(f"a process may lock {limit >> 20} MiB here, fewer than {LOCKED_BYTES >> 20}")
 
 
 class Bell:

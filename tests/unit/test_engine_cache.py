@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,8 +14,9 @@ from tiny import make_checkpoint
 from kvtier import Engine, InvalidRequest, SamplingParams
 from kvtier.block import Tier
 from kvtier.engine import RequestOptions
+from kvtier.io.uring import RingLane, UringEngine
 from kvtier.record import NO_TENANT, tenant_digest
-from tests.rows import directory_of, need_uring
+from tests.rows import directory_of, need_registered_memory
 
 TIERS = ["hbm", "dram", "nvme"]
 SLOT_BYTES = 4096 + 3 * 4096
@@ -216,16 +216,18 @@ def test_what_a_context_larger_than_dram_has_left_on_nvme_is_all_found(
 def test_what_goes_from_dram_to_nvme_goes_from_registered_memory(
     checkpoint: Path, sharing: bool, tmp_path: Path
 ) -> None:
-    need_uring()
+    need_registered_memory()
+    from kvtier._native import Ring
+
     cache = {"tiers__nvme__path": tmp_path / "cache", "tiers__nvme__bytes": "1MiB", "tiers__linger_s": 0}
     with opened(checkpoint, io__engine="uring", sharing=sharing, **cache) as engine:
         wait_for(lambda: knows_shelves(engine, "dram", "nvme"))
         [answer] = engine.generate([prompt(1)], ONE)
         wait_for(lambda: engine.stats()["nvme_writes"] == 4)
-        lane = engine._store._shelves[Tier.NVME]._transfers._engine._writes  # type: ignore[attr-defined]
-        if lane._ring.refusal() == errno.ENOMEM:
-            pytest.skip("too little memory may be locked here")
-        assert lane._ring.registered_moves == 4 and lane._ring.refusal() == 0
+        moves = engine._store._shelves[Tier.NVME]._transfers._engine
+        assert isinstance(moves, UringEngine) and isinstance(moves._writes, RingLane)
+        ring = moves._writes._ring
+        assert isinstance(ring, Ring) and ring.registered_moves == 4 and ring.refusal() == 0
         for tier in ("hbm", "dram"):
             engine.evict(tier)
         [again] = engine.generate([prompt(1)], ONE)

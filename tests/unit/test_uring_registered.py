@@ -15,45 +15,29 @@ import random
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from kvtier._native import Ring
 from kvtier.config import environment
 from kvtier.io.base import IoRequest, IoResult, KernelCalls, Operation
 from kvtier.io.faulty import Call, Effect, Fault, FaultyCalls
 from kvtier.io.uring import UringEngine
 from kvtier.tiers.checksum import slice_sums
-from tests.rows import Bell, Taken, aligned, need_uring
-from tests.unit.test_uring import PAGE, WAIT_S, close, read_of, taken, wait_until
+from tests.rows import Bell, Taken, aligned, need_registered_memory
+from tests.unit.test_uring import CONTENT, PAGE, WAIT_S, close, file, read_of, taken, wait_until
 
-CONTENT = random.Random(6).randbytes(16 * PAGE)
+try:
+    from kvtier._native import Ring
+except ImportError:
+    pytest.skip("kvtier._native was not built", allow_module_level=True)
+
+__all__ = ["file"]
 
 
 @pytest.fixture(autouse=True)
 def uring() -> None:
-    """Skip where there is no io_uring, or one that knows no such memory."""
-    need_uring()
-    ring = native_ring()
-    ring.register_memory(memory_of(1))
-    ring.push([IoRequest(Operation.SYNC, -1, 0, (), 1)])
-    taken(ring, 1)
-    if ring.refusal() == errno.EINVAL:
-        pytest.skip("this kernel registers no memory one piece after the other")
-    if ring.refusal() == errno.ENOMEM:
-        pytest.skip("too little memory may be locked here")
-    close(ring)
-
-
-@pytest.fixture
-def file(tmp_path: Path) -> Iterator[int]:
-    """A file of 16 random pages."""
-    (tmp_path / "file").write_bytes(CONTENT)
-    descriptor = os.open(tmp_path / "file", os.O_RDWR)
-    yield descriptor
-    os.close(descriptor)
+    need_registered_memory()
 
 
 def native_ring(depth: int = 4, slice_bytes: int = 0) -> Ring:
@@ -206,6 +190,7 @@ LIMITED = """
 import errno, logging, mmap, os, resource, sys, threading
 from kvtier.io.base import IoRequest, KernelCalls, Operation
 from kvtier.io.uring import UringEngine
+
 logging.basicConfig(format="%(message)s")
 descriptor = os.open(sys.argv[1], os.O_RDWR)
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 18, 1 << 18))
